@@ -21,10 +21,10 @@ from genlm.core.base.errors import (
 if TYPE_CHECKING:
     import torch
 
-    Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
-    Stop: TypeAlias = (
-        str | bytes | SupportsIndex | Iterable[str | bytes | SupportsIndex] | torch.Tensor
-    )
+Integers: TypeAlias = "Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor"
+Stop: TypeAlias = (
+    "str | bytes | SupportsIndex | Iterable[str | bytes | SupportsIndex] | torch.Tensor"
+)
 
 T = TypeVar("T")
 

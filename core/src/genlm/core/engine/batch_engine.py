@@ -12,9 +12,11 @@ from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
 from genlm.core.engine.engine import Capability
 from genlm.core.engine.halving import Halving, UnfinishedError, completions_of
 from genlm.core.engine.query_queue import QueryQueue
+from genlm.core.queries.generations import Integers64
 from genlm.core.queries.query import (
     ROW_ONLY,
     Completion,
+    GroupQuery,
     GroupValues,
     Query,
     Reduced,
@@ -25,8 +27,6 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.queries.generations import Integers64
-    from genlm.core.queries.query import GroupQuery
     from genlm.core.rows.groups import GroupWork
 
 logger = logging.getLogger("genlm")

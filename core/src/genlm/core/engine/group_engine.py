@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from genlm.core.engine.engine import Capability, call_each
+from genlm.core.engine.engine import Capability, Engine, call_each
 from genlm.core.engine.group_sampling import (
     MemberRuns,
     RowRequest,
@@ -43,10 +43,7 @@ from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
 from genlm.core.rows.logits import invalid_rows, moved
 from genlm.core.rows.outputs import reduce_rows
-
-if TYPE_CHECKING:
-    from genlm.core.engine.engine import Engine
-    from genlm.core.vocab import Vocabulary
+from genlm.core.vocab import Vocabulary
 
 _FIRST_QUERY_ID = 2**48
 """First id of the queries of divided groups, above the ids of the scheduler's queries."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from genlm.core.base.errors import ContextLengthError, EvaluationError
@@ -31,12 +32,8 @@ from genlm.core.rows.group_reductions import DrawColumns
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights, check_log_masses
 from genlm.core.rows.sampling import stream_uniform, stream_uniforms
+from genlm.core.vocab import Vocabulary
 from genlm.core.vocab.text import search_stop
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from genlm.core.vocab import Vocabulary
 
 RowRequest = tuple[int, TokenSequence, Reduction]
 """A place in a group, its sequence, and the requested reduction of its row."""

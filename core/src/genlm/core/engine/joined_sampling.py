@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +12,7 @@ from genlm.core.queries.generations import first_generation
 from genlm.core.queries.query import Completion, GroupQuery, GroupResult
 from genlm.core.rows.reductions import DrawnToken
 from genlm.core.rows.row_weights import RowWeights
-
-if TYPE_CHECKING:
-    from genlm.core.vocab import Vocabulary
+from genlm.core.vocab import Vocabulary
 
 
 class JoinedRun(SamplingRun):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from genlm.core.base.blocking import blocking, off_loop
-
-if TYPE_CHECKING:
-    from genlm.core.model.adapters import Adapters
-    from genlm.core.model.requests import Requests
+from genlm.core.model.adapters import Adapters
+from genlm.core.model.requests import Requests
 
 
 class AdapterMethods:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from genlm.core.base.errors import (
     AdapterError,
@@ -17,11 +17,8 @@ from genlm.core.base.errors import (
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
-from genlm.core.engine.engine import Capability, Engine, require_capability
+from genlm.core.engine.engine import Capability, Engine, LoraEngine, require_capability
 from genlm.core.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from genlm.core.engine.engine import LoraEngine
 
 _PRELOADED = "the model itself"
 """Takes the place of the folder of an adapter that the engine has preloaded."""

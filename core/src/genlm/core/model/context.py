@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.base.errors import TokenIdError
 from genlm.core.base.immutable import Immutable
-from genlm.core.base.validation import checked_integers, checked_token_ids, is_integer
+from genlm.core.base.validation import Integers, checked_integers, checked_token_ids, is_integer
 from genlm.core.queries.sequence import TokenSequence
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from genlm.core.base.validation import Integers
     from genlm.core.model.leases import ContextLease, LeaseTable
     from genlm.core.model.lm import AsyncLM
     from genlm.core.queries.query import Reduction
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from genlm.core.rows.reductions import DrawnToken, TopTokens
     from genlm.core.rows.row_functions import RowFunction
 
-    TokenIds: TypeAlias = Integers | "Context"
-    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
+TokenIds: TypeAlias = "Integers | Context"
+TokenBatch: TypeAlias = "Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor"
 
 
 class Context(Immutable):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.model.members import ArrayLike, Flags, checked_array
+from genlm.core.model.members import ArrayLike, Flags, Members, checked_array
 from genlm.core.queries.generations import NO_TOKEN, Integers64
 from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_masks import MasksLike, RowMasks
 from genlm.core.rows.row_weights import RowWeights, check_log_masses
-
-if TYPE_CHECKING:
-    from genlm.core.model.members import Members
-    from genlm.core.rows.row_masks import MasksLike
 
 
 class DrawSettings(NamedTuple):

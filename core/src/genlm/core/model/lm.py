@@ -15,20 +15,26 @@ import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, cast, overload
+from typing import Any, Self, cast, overload
 
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import RequestCounters, Statistics
-from genlm.core.base.validation import checked_builder, is_model_object
-from genlm.core.engine.engine import Capability, Engine, checked_engine, require_capability
+from genlm.core.base.validation import Integers, checked_builder, is_model_object
+from genlm.core.engine.engine import (
+    Capability,
+    Engine,
+    PrefixCacheEngine,
+    checked_engine,
+    require_capability,
+)
 from genlm.core.engine.group_engine import GroupEngine, with_groups
 from genlm.core.model.adapter_methods import AdapterMethods
 from genlm.core.model.adapters import Adapters
 from genlm.core.model.cached_results import COPIED_ON_LOOP
-from genlm.core.model.context import Context
+from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.leases import LeaseTable
 from genlm.core.model.loading import engine_builder
 from genlm.core.model.members import initial_members
@@ -42,11 +48,6 @@ from genlm.core.model.weight_methods import WeightMethods
 from genlm.core.rows.output_cache import OutputCache, entry_copy
 from genlm.core.scheduler import Scheduler
 from genlm.core.vocab import Vocabulary
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
-    from genlm.core.engine.engine import PrefixCacheEngine
-    from genlm.core.model.context import TokenBatch, TokenIds
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 """256 MiB: 500 rows over 128,000 ids, 65,000 rows over 1,000 ids."""

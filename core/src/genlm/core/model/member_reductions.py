@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_count
+from genlm.core.engine.group_sampling import GroupSampling
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.group_reductions import Rows, TokenColumns, TopColumns, checked_reduction
 from genlm.core.rows.reductions import TopTokens
-
-if TYPE_CHECKING:
-    from genlm.core.engine.group_sampling import GroupSampling
-    from genlm.core.rows.row_functions import RowFunction
+from genlm.core.rows.row_functions import RowFunction
 
 
 class MemberReductions(Members):

@@ -14,7 +14,7 @@ from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
 from genlm.core.base.immutable import Immutable
 from genlm.core.base.validation import checked_batch, checked_integer, is_sequence_like
-from genlm.core.model.context import Context
+from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.queries.generations import (
     NO_TOKEN,
     Generation,
@@ -25,7 +25,6 @@ from genlm.core.queries.generations import (
 from genlm.core.queries.joined_generations import joined_generation
 
 if TYPE_CHECKING:
-    from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.model.lm import AsyncLM
     from genlm.core.model.requests import Requests
 

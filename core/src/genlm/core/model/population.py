@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.errors import GenlmError, PopulationError
-from genlm.core.base.validation import checked_count, checked_stop
+from genlm.core.base.validation import Stop, checked_count, checked_stop
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
@@ -22,12 +22,9 @@ from genlm.core.rows.group_reductions import (
     MassColumns,
 )
 from genlm.core.rows.logits import invalid_rows
+from genlm.core.rows.row_masks import MasksLike
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
 from genlm.core.rows.truncation import Truncation
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Stop
-    from genlm.core.rows.row_masks import MasksLike
 
 
 class SampledTokens(NamedTuple):

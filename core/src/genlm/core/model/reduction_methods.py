@@ -8,21 +8,25 @@ coroutine method and as its blocking twin (`..._sync`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.validation import (
+    Integers,
     checked_batch,
     checked_count,
     checked_ids,
     checked_number,
     is_sequence_like,
 )
+from genlm.core.model.context import TokenBatch, TokenIds
+from genlm.core.model.members import ArrayLike
+from genlm.core.model.requests import Requests
 from genlm.core.queries.query import GroupReduction, Reduction
-from genlm.core.rows.masks import Mask
+from genlm.core.rows.masks import Mask, MaskLike
 from genlm.core.rows.reductions import (
     BiasedDraw,
     Draw,
@@ -32,19 +36,11 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
-from genlm.core.rows.row_functions import ReductionOfFunction, is_row_function
+from genlm.core.rows.row_functions import ReductionOfFunction, RowFunction, is_row_function
 from genlm.core.rows.row_weights import checked_biases
 from genlm.core.rows.sampling import checked_seed, seed_word, stream_seeds, stream_uniform
 from genlm.core.rows.truncation import Truncation
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
-    from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.members import ArrayLike
-    from genlm.core.model.requests import Requests
-    from genlm.core.rows.masks import MaskLike
-    from genlm.core.rows.row_functions import RowFunction
-    from genlm.core.vocab import Vocabulary
+from genlm.core.vocab import Vocabulary
 
 T = TypeVar("T")
 

@@ -8,33 +8,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from genlm.core.base.error_handling import map_batch, with_places
 from genlm.core.base.errors import ContextLengthError, UnknownAdapterError
-from genlm.core.base.validation import checked_batch, checked_token_ids
+from genlm.core.base.statistics import RequestCounters
+from genlm.core.base.validation import Integers, checked_batch, checked_token_ids
 from genlm.core.engine.engine import Engine
-from genlm.core.model.cached_results import CachedResults
-from genlm.core.model.context import Context
+from genlm.core.engine.group_sampling import GroupSampling
+from genlm.core.model.adapters import Adapters
+from genlm.core.model.cached_results import CachedResult, CachedResults
+from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.leases import LeaseTable
-from genlm.core.queries.generations import Generation, distinct_sequences
+from genlm.core.model.members import Members
+from genlm.core.queries.generations import Generation, Integers64, distinct_sequences
 from genlm.core.queries.query import GroupQuery, GroupReduction, Query, Reduction
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.queries.sequence import TokenSequence
-
-if TYPE_CHECKING:
-    from genlm.core.base.statistics import RequestCounters
-    from genlm.core.base.validation import Integers
-    from genlm.core.engine.group_sampling import GroupSampling
-    from genlm.core.model.adapters import Adapters
-    from genlm.core.model.cached_results import CachedResult
-    from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.members import Members
-    from genlm.core.queries.generations import Integers64
-    from genlm.core.rows.output_cache import OutputCache
-    from genlm.core.scheduler import Scheduler
+from genlm.core.rows.output_cache import OutputCache
+from genlm.core.scheduler import Scheduler
 
 
 class ModelIdentity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,27 +17,24 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.error_handling import as_genlm_error, map_batch, with_places
 from genlm.core.base.errors import PopulationError
 from genlm.core.base.validation import (
+    Stop,
     checked_batch,
     checked_integer,
     checked_number,
     checked_stop,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
-from genlm.core.queries.generations import first_generation
+from genlm.core.model.context import TokenBatch, TokenIds
+from genlm.core.model.requests import Requests
+from genlm.core.queries.generations import Integers64, first_generation
+from genlm.core.queries.query import GroupQuery, Query
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
 from genlm.core.rows.truncation import Truncation
+from genlm.core.vocab import Vocabulary
 from genlm.core.vocab.text import search_stop
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Stop
-    from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.requests import Requests
-    from genlm.core.queries.generations import Integers64
-    from genlm.core.queries.query import GroupQuery, Query
-    from genlm.core.vocab import Vocabulary
 
 logger = logging.getLogger("genlm")
 

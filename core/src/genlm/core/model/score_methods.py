@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -17,22 +17,18 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import ContextLengthError
 from genlm.core.base.validation import (
+    Integers,
     checked_batch,
     checked_integer,
     checked_token_ids,
     is_sequence_like,
 )
-from genlm.core.model.context import Context
-from genlm.core.queries.query import TokenScores
+from genlm.core.model.context import Context, TokenBatch, TokenIds
+from genlm.core.model.requests import Item, Requests
+from genlm.core.queries.query import GroupReduction, Reduction, TokenScores
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import checked_reduction
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
-    from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.requests import Item, Requests
-    from genlm.core.queries.query import GroupReduction, Reduction
-    from genlm.core.rows.row_functions import RowFunction
+from genlm.core.rows.row_functions import RowFunction
 
 _SHOWN_AFTER = 256
 """Number of requests after which a progress bar shows their progress."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.validation import checked_batch
-from genlm.core.model.context import Context
+from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.population import Population
+from genlm.core.vocab import Token, Vocabulary
 from genlm.core.vocab.text import (
     decode,
     decode_bytes,
@@ -16,10 +17,6 @@ from genlm.core.vocab.text import (
     encode_chat,
     encode_continuation,
 )
-
-if TYPE_CHECKING:
-    from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.vocab import Token, Vocabulary
 
 
 class TextMethods:

@@ -6,21 +6,17 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.errors import EngineDiedError, describe_error
-from genlm.core.engine.engine import Capability, Engine
-from genlm.core.model.requests import drop_results
-
-if TYPE_CHECKING:
-    from genlm.core.engine.engine import WeightsEngine
-    from genlm.core.model.requests import ModelIdentity, Requests
-    from genlm.core.rows.output_cache import OutputCache
-    from genlm.core.scheduler import Scheduler
+from genlm.core.engine.engine import Capability, Engine, WeightsEngine
+from genlm.core.model.requests import ModelIdentity, Requests, drop_results
+from genlm.core.rows.output_cache import OutputCache
+from genlm.core.scheduler import Scheduler
 
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[Any], object]
 """Weights by name, or a function of the engine that changes them."""

@@ -22,14 +22,12 @@ from genlm.core.base.validation import checked_number, is_integer
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.queries.query import Query
-from genlm.core.reference.ngram import NgramModel, exact_row
+from genlm.core.reference.ngram import Floats, NgramModel, exact_row
 from genlm.core.reference.tokenizer import byte_vocabulary, default_text, split_documents
 from genlm.engines.adapter_table import AdapterTable
 
 if TYPE_CHECKING:
     import torch
-
-    from genlm.core.reference.ngram import Floats
 
 
 class ReferenceEngine(BatchEngine):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from genlm.core.base.arrays import host_array
 from genlm.core.base.errors import TokenTypeError
-from genlm.core.base.validation import checked_ids, checked_integer
+from genlm.core.base.validation import Integers, checked_ids, checked_integer
 
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
-
-    MaskLike: TypeAlias = "Mask | Integers | Sequence[bool]"
+MaskLike: TypeAlias = "Mask | Integers | Sequence[bool]"
 
 _Words = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from genlm.core.base.error_handling import errors_of, result_count_error
 from genlm.core.base.errors import GenlmError
-from genlm.core.queries.query import Reduced
+from genlm.core.queries.query import Outputs, Reduced
 from genlm.core.rows.logits import (
     copied_rows,
     invalid_rows,
@@ -22,10 +22,7 @@ from genlm.core.rows.logits import (
     rows_from_logits,
     scratch_memory,
 )
-
-if TYPE_CHECKING:
-    from genlm.core.queries.query import Outputs
-    from genlm.core.vocab import Vocabulary
+from genlm.core.vocab import Vocabulary
 
 _NUMBERS = frozenset({int, float, bool})
 

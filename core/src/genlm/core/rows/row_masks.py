@@ -6,7 +6,7 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,12 @@ from genlm.core.base.error_handling import errors_of, map_batch
 from genlm.core.base.forking import cached_property
 from genlm.core.base.validation import is_sequence_like
 from genlm.core.rows.logits import moved
-from genlm.core.rows.masks import Mask
+from genlm.core.rows.masks import Mask, MaskLike
 
-if TYPE_CHECKING:
-    from genlm.core.rows.masks import MaskLike
-
-    MasksLike: TypeAlias = (
-        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor"
-    )
-    _TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
+MasksLike: TypeAlias = (
+    "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor"
+)
+_TableAndIndex: TypeAlias = "tuple[_MaskTable, torch.Tensor | None]"
 
 
 class RowMasks:

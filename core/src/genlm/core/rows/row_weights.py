@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,10 @@ import torch
 
 from genlm.core.base.arrays import check_readable, host_array, native_array
 from genlm.core.base.errors import PopulationError
-from genlm.core.queries.generations import is_ascending
+from genlm.core.queries.generations import Integers64, is_ascending
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
-from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_masks import MasksLike, RowMasks
 from genlm.core.rows.truncation import UNLIMITED, Truncation
-
-if TYPE_CHECKING:
-    from genlm.core.queries.generations import Integers64
-    from genlm.core.rows.row_masks import MasksLike
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 """Range of float32 to which other temperatures are clipped. At the lowest, only the most likely

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from genlm.core.base.errors import GenlmError, TokenizerError, describe_error
-from genlm.core.base.validation import checked_ids, checked_integers
+from genlm.core.base.validation import Integers, checked_ids, checked_integers
 from genlm.core.vocab import Vocabulary
-
-if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
 
 
 class Tokenizer(Protocol):

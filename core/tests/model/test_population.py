@@ -517,6 +517,9 @@ def test_draws_from_given_rows_need_no_copy_of_all_rows(
         drawn = population.draw_sync(rows=rows, seed=5)
     assert torch.equal(drawn.token_ids, whole.token_ids)
     assert made.largest < rows.nbytes // 2
+    with Allocations() as made:
+        population.draw_sync(rows=rows, bias=bias)
+    assert made.largest < rows.nbytes // 2
     unfinished = tiny.population([*population])
     with Allocations() as made:
         unfinished.draw_sync(rows=rows, bias=bias)

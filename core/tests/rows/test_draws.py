@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -384,6 +385,24 @@ def test_the_weights_of_all_rows_are_not_copied() -> None:
     weights = RowWeights((3, SIZE), bias=np.zeros((3, SIZE)))
     assert weights.of(np.arange(3)) is weights
     assert weights.of(np.array([0, 2, 1])) is not weights
+
+
+def test_the_biases_of_some_rows_are_not_copied_but_sent_alone() -> None:
+    bias, rows = torch.randn(6, SIZE), some_rows(3)
+    weights = RowWeights((6, SIZE), bias=bias)
+    with Allocations() as made:
+        some = weights.of(np.array([4, 1, 1, 3])).of(np.array([2, 0, 3]))
+    assert made.largest < bias[0].nbytes
+    expected = RowWeights((3, SIZE), bias=bias[[1, 4, 3]])
+    places, ids = np.array([2, 0]), np.array([[5, 6], [7, 0]])
+    sent = pickle.dumps(some)
+    assert len(sent) < bias.nbytes
+    for found in (some, pickle.loads(sent)):
+        assert torch.equal(
+            draws.batch_log_mass(rows, found), draws.batch_log_mass(rows, expected)
+        )
+        biases = found.token_biases(places, ids)
+        assert biases.tolist() == expected.token_biases(places, ids).tolist()
 
 
 @pytest.mark.parametrize("draws_of_member", [1, 3])

@@ -91,6 +91,7 @@ class RowWeights:
                 f"for each of {count} rows"
             )
         self._bias, self._offset = _biases(bias, count, vocab_size)
+        self._bias_index: torch.Tensor | None = None  # the bias of each row; None if in order
         self.truncation = truncation
 
     @property
@@ -117,12 +118,12 @@ class RowWeights:
 
     def device_bias(self, device: torch.device) -> torch.Tensor | None:
         """Return the bias of each token, `(1 or n, vocab_size)`, contiguous, or None."""
-        bias = _part_values(self._bias, 0, self.count, device)
+        bias = self._biases_of(slice(None), device)
         return None if bias is None else bias.contiguous()
 
     def device_offset(self, device: torch.device) -> torch.Tensor | None:
         """Return the bias of all tokens of each row, shape `(1 or n,)`, float32, or None."""
-        return _part_values(self._offset, 0, self.count, device)
+        return _part_values(self._offset, slice(None), device)
 
     def device_temperatures(self, device: torch.device) -> torch.Tensor | None:
         """Return the temperature of each row, shape `(n,)`, float32; None if all are 1."""
@@ -151,10 +152,11 @@ class RowWeights:
             offset = self._offset.float().cpu().numpy()
             biases += (offset if len(offset) == 1 else offset[rows])[:, None]
         if self._bias is not None:
-            places = np.zeros_like(rows) if len(self._bias) == 1 else rows
-            device = self._bias.device
-            row, column = torch.from_numpy(places[:, None]), torch.from_numpy(token_ids)
-            values = self._bias[moved(row, device), moved(column, device)]
+            places = torch.from_numpy(np.zeros_like(rows) if len(self._bias) == 1 else rows)
+            if self._bias_index is not None:
+                places = self._bias_index[places]
+            device, column = self._bias.device, torch.from_numpy(token_ids)
+            values = self._bias[moved(places[:, None], device), moved(column, device)]
             biases += values.float().cpu().numpy()
         return biases
 
@@ -178,7 +180,7 @@ class RowWeights:
         is_equal = (temperatures == temperatures[:1]).all()
         joined._temperature = np.array(temperatures[0]) if is_equal else temperatures
         joined.truncation = batches[0].truncation
-        joined._bias = joined._offset = None
+        joined._bias = joined._bias_index = joined._offset = None
         return joined
 
     def of(self, rows: Integers64) -> RowWeights:
@@ -186,15 +188,33 @@ class RowWeights:
         if len(rows) == self.count and is_ascending(rows):
             return self
         weights = object.__new__(RowWeights)
-        bias, offset = self._bias, self._offset
         weights.count = len(rows)
         weights.masks = None if self.masks is None else self.masks.of(rows)
         temperature = self._temperature
         weights._temperature = temperature[rows] if temperature.ndim else temperature
         weights.truncation = self.truncation.of(rows)
-        weights._bias = bias if bias is None or len(bias) == 1 else bias[rows]
+        weights._bias, weights._bias_index = self._bias, None
+        if self._bias is not None and len(self._bias) > 1:
+            index = torch.from_numpy(rows)
+            weights._bias_index = index if self._bias_index is None else self._bias_index[index]
+        offset = self._offset
         weights._offset = offset if offset is None or len(offset) == 1 else offset[rows]
         return weights
+
+    def _biases_of(self, rows: slice, device: torch.device) -> torch.Tensor | None:
+        """Return the bias of each token of some rows, or of all rows, on a device."""
+        if self._bias is None or self._bias_index is None:
+            return _part_values(self._bias, rows, device)
+        return _part_values(
+            self._bias, moved(self._bias_index[rows], self._bias.device), device
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes get only the biases in use."""
+        state = dict(self.__dict__)
+        if self._bias is not None and self._bias_index is not None:
+            state |= {"_bias": self._bias[self._bias_index], "_bias_index": None}
+        return state
 
     def distinct(self, row_of: Integers64) -> tuple[Integers64, Integers64]:
         """Find the members with distinct sets of weights.
@@ -254,8 +274,8 @@ class RowWeights:
                 self.truncation.of(slice(begin, end)),
                 None if masks is None else masks.factors(begin, end, device),
                 None if unrestricted is None else moved(unrestricted[begin:end], device),
-                _part_values(self._bias, begin, end, device),
-                _part_values(self._offset, begin, end, device),
+                self._biases_of(slice(begin, end), device),
+                _part_values(self._offset, slice(begin, end), device),
                 memory[: end - begin],
             )
 
@@ -301,12 +321,12 @@ _one_temperature = functools.lru_cache(16)(_checked_temperatures)
 
 
 def _part_values(
-    values: torch.Tensor | None, begin: int, end: int, device: torch.device
+    values: torch.Tensor | None, places: slice | torch.Tensor, device: torch.device
 ) -> torch.Tensor | None:
     """Return the values of a part of the rows on a device; one value is for all rows."""
     if values is None:
         return None
-    part = values if len(values) == 1 else values[begin:end]
+    part = values if len(values) == 1 else values[places]
     return part.to(torch.float32).to(device)
 
 

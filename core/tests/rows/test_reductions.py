@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from genlm.core.rows.reductions import (
     TokenLogprobs,
     TopK,
 )
+from genlm.core.rows.row_functions import ReductionOfFunction
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Token, Vocabulary
@@ -352,6 +354,32 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     with Allocations() as made:
         assert reduced([*rows], *(Draw(i / 10) for i in range(10))) == whole
     assert made.largest <= 3 * rows[0].nbytes
+
+
+def test_no_tensors_are_kept_between_the_parts_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    living: list[int] = []
+
+    def largest(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        living.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+        values, ids = rows.topk(2)
+        return values.bfloat16(), ids[:, 0], values > -1
+
+    rows = some_rows(10)
+    wanted = [(TopK(3), ReductionOfFunction(largest))] * 10
+    whole = reduce_rows(rows, wanted)
+    living.clear()
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
+    for found, expected in zip(reduce_rows(rows, wanted), whole, strict=True):
+        for pair in zip(found.values, expected.values, strict=True):  # type: ignore[union-attr]
+            assert type(pair[0]) is type(pair[1])
+            for result, right in zip(*pair, strict=True):
+                assert result.dtype == right.dtype
+                assert torch.equal(result, right)
+                assert result.untyped_storage().nbytes() == right.nbytes
+                result.zero_()
+    assert living[0] == living[1] == living[2]  # the last part has fewer rows
 
 
 @pytest.mark.parametrize("masks", [1, 10])

@@ -26,6 +26,9 @@ from genlm.core.vocab import Vocabulary
 
 _NUMBERS = frozenset({int, float, bool})
 
+_SMALL_BYTES = 448
+"""Maximum size of tensors whose content Python allocates as a small object, with its header."""
+
 _NO_REDUCTION = type(None)
 """Type of the output that stands for the row."""
 
@@ -81,15 +84,18 @@ def _reduce(
     vocabulary: Vocabulary | None,
 ) -> list[Reduced | Exception]:
     """Compute outputs from rows, or from logits over a vocabulary."""
-    results: list[Reduced | Exception] = []
+    results: list[Any] = []
     if not len(values):
         return results
     first = values if isinstance(values, torch.Tensor) else values[0]
-    for begin, end in row_parts(len(values), first.shape[-1], first.device):
+    parts = row_parts(len(values), first.shape[-1], first.device)
+    for begin, end in parts:
         part = values[begin:end]
         part = part if isinstance(part, torch.Tensor) else torch.stack(list(part))
         results += _reduce_part(part, outputs[begin:end], vocabulary)
-    return results
+        if len(parts) > 1:
+            results[begin:] = _mapped(results[begin:], _small_bytes)
+    return results if len(parts) == 1 else _mapped(results, _tensor_of_bytes)
 
 
 def _reduce_part(
@@ -192,20 +198,58 @@ def _row_memory(
     return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
 
 
+class _SmallTensor:
+    """The content of a small tensor between two parts of a batch.
+
+    Tensors that stay in memory there would split the memory of larger ones: see `joined_parts`.
+    Python allocates small objects in memory of its own.
+    """
+
+    __slots__ = ("content", "dtype", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+
+
+def _small_bytes(value: Any) -> Any:
+    """Return the content of a small tensor in main memory; other values unchanged."""
+    is_small = type(value) is torch.Tensor and 0 < value.nbytes <= _SMALL_BYTES
+    if not is_small or value.device.type != "cpu" or value.requires_grad:
+        return value
+    return _SmallTensor(value)
+
+
+def _tensor_of_bytes(value: Any) -> Any:
+    """Return the tensor of `_small_bytes`."""
+    if type(value) is not _SmallTensor:
+        return value
+    return torch.frombuffer(bytearray(value.content), dtype=value.dtype).view(value.shape)
+
+
 def _own_copy(value: Any, rows: torch.Tensor) -> Any:
     """Copy values that share memory with the rows or are views of larger tensors or arrays."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone() if _is_view(leaf, rows) else leaf
+        return leaf.copy() if leaf.base is not None else leaf
+
+    return _mapped(value, copied)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the tensors and arrays in tuples, lists and dictionaries."""
     if type(value) in _NUMBERS:  # the most frequent results, with tuples of numbers
         return value
     if isinstance(value, (tuple, list)) and not _NUMBERS.issuperset(map(type, value)):
-        parts = [_own_copy(part, rows) for part in value]
+        parts = [_mapped(part, function) for part in value]
         if not all(map(operator.is_, parts, value)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif isinstance(value, dict):
-        return {key: _own_copy(part, rows) for key, part in value.items()}
-    elif isinstance(value, torch.Tensor) and _is_view(value, rows):
-        return value.clone()
-    elif isinstance(value, np.ndarray) and value.base is not None:
-        return value.copy()
+        return {key: _mapped(part, function) for key, part in value.items()}
+    elif isinstance(value, (torch.Tensor, np.ndarray, _SmallTensor)):
+        return function(value)
     return value
 
 

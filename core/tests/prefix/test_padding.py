@@ -7,6 +7,8 @@ import random
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
+from allocations import Allocations
 from hypothesis import given, settings
 
 from genlm.core.queries.sequence import TokenSequence
@@ -14,6 +16,7 @@ from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
     PassLayout,
+    PassLogits,
     PrefixTree,
     Segment,
     SegmentLimits,
@@ -183,3 +186,24 @@ def test_passes_of_a_table_have_each_token_once_earlier_positions_first(
 def test_members_of_similar_lengths_share_a_pass_in_order() -> None:
     [members] = table_passes(np.array([70, 70, 70, 70]), SegmentLimits(2048, None))
     assert members.tolist() == [0, 1, 2, 3]
+
+
+def test_logits_of_passes_are_in_the_order_of_their_keys_and_copied_once() -> None:
+    keys = np.array([7, 3, 9, 3, 5])
+    logits = torch.randn(10, 3)
+    for passes in ([[7, 3], [1, 9, 5]], [[5, 3, 9], [7]], [[4], [9, 7, 5, 3], [2]]):
+        requested = PassLogits(keys)
+        for pass_keys in passes:
+            requested.add(np.array(pass_keys), logits[pass_keys])
+        assert torch.equal(requested.logits, logits[keys])
+    requested = PassLogits(keys[:3])
+    requested.add(keys[:3], only := logits[keys[:3]])
+    assert requested.logits is only
+    parts = [logits[:4].clone(), logits[4:].clone()]
+    with Allocations() as made:
+        requested = PassLogits(np.arange(10))
+        while parts:
+            begin = 0 if len(parts) == 2 else 4
+            requested.add(np.arange(begin, begin + len(parts[0])), parts.pop(0))
+    assert torch.equal(requested.logits, logits)
+    assert made.most == 1

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from genlm.prefix import PassLayout, Segment
 from genlm_mlx.cache import slot_caches
+from genlm_mlx.forward import as_tensor, select_logits
 from genlm_mlx.storage import KVStorage, LayerShape
 
 LAYER = LayerShape(heads=2, key_width=3, value_width=5, dtype=mx.float32)
@@ -107,3 +108,19 @@ def test_growing_keeps_what_was_written(max_slots: int) -> None:
     fetched = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
     assert np.array_equal(np.array(fetched[0][0, :, 0]), np.ones((2, 3)))
     assert np.array_equal(np.array(fetched[1][0, :, 0]), np.full((2, 5), 2))
+
+
+def test_the_logits_of_a_step_are_not_copied() -> None:
+    logits = mx.arange(6.0).reshape(3, 1, 2)
+    address = np.asarray(logits).ctypes.data
+    rows, places = np.arange(3), np.zeros(3, np.int64)
+    values = as_tensor(select_logits(logits, rows, places))
+    assert values.data_ptr() == address
+    del logits
+    assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
+    several = mx.arange(12.0).reshape(3, 2, 2)
+    assert as_tensor(select_logits(several, rows, places + 1)).tolist() == [
+        [2, 3],
+        [6, 7],
+        [10, 11],
+    ]

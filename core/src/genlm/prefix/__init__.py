@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.pass_layout import PassLayout as PassLayout
     from genlm.prefix.rows import PrefixRows as PrefixRows
+    from genlm.prefix.segment_forward import PassLogits as PassLogits
     from genlm.prefix.segment_forward import SegmentForward as SegmentForward
-    from genlm.prefix.segment_forward import logits_of_keys as logits_of_keys
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.uncached import UncachedPath as UncachedPath
 else:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from genlm.core.queries.generations import Integers64
+from genlm.core.rows.logits import moved
 from genlm.prefix.forward import ForwardResult, Segment, TableBatch, TreeBatch
 from genlm.prefix.node import Slots
 from genlm.prefix.padding import SegmentLimits, group_segments, table_passes
@@ -49,8 +50,8 @@ class SegmentForward(abc.ABC):
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Compute the uncached tokens of the tree and the requested logits."""
-        tokens = 0
-        slots, parts = [], []
+        tokens = forwards = 0
+        requested = PassLogits(batch.wanted)
         for stage in batch.stages:
             for segments in group_segments(stage, self._limits):
                 counts = np.array([len(segment.tokens) for segment in segments])
@@ -58,10 +59,9 @@ class SegmentForward(abc.ABC):
                 wanted = np.flatnonzero(np.isin(new, batch.wanted))
                 rows = np.repeat(np.arange(len(segments)), counts)[wanted]
                 places = wanted - (np.cumsum(counts) - counts)[rows]
-                slots.append(new[wanted])
-                parts.append(self.run_segments(segments, rows, places))
-                tokens += len(new)
-        return ForwardResult(logits_of_keys(batch.wanted, slots, parts), tokens, len(parts))
+                requested.add(new[wanted], self.run_segments(segments, rows, places))
+                tokens, forwards = tokens + len(new), forwards + 1
+        return ForwardResult(requested.logits, tokens, forwards)
 
     def run_table(
         self,
@@ -74,33 +74,60 @@ class SegmentForward(abc.ABC):
         """
         is_requested = np.zeros(len(batch.tokens), bool)
         is_requested[batch.results] = True
-        keys, parts = [], []
+        forwards = 0
+        requested = PassLogits(batch.results)
         for members in table_passes(batch.positions, self._limits):
             rows = np.flatnonzero(is_requested[members])
             layout = PassLayout.of_table(batch, members)
-            keys.append(members[rows])
-            parts.append(self.run_pass(layout, rows, np.zeros_like(rows)))
-        logits = logits_of_keys(batch.results, keys, parts)
-        return ForwardResult(logits, len(batch.tokens), forwards=len(parts))
+            requested.add(members[rows], self.run_pass(layout, rows, np.zeros_like(rows)))
+            forwards += 1
+        return ForwardResult(requested.logits, len(batch.tokens), forwards)
 
 
-def logits_of_keys(
-    keys: Slots, pass_keys: Sequence[Slots], parts: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return the logits of keys, such as slots, in order.
+class PassLogits:
+    """The logits of requested keys, such as slots, from one or several passes.
+
+    The logits of a pass are copied before the next pass allocates its own.
 
     Args:
-        keys: Keys, possibly repeated.
-        pass_keys: The keys of the logits of each pass.
-        parts: The logits of each pass.
-
-    Returns:
-        Shape `(len(keys), width)`; the logits of the only pass if they have this order.
+        keys: The requested keys, possibly repeated.
     """
-    computed_keys = np.concatenate(pass_keys)
-    logits = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if np.array_equal(computed_keys, keys):
-        return logits
-    order = np.argsort(computed_keys)
-    places = order[np.searchsorted(computed_keys, keys, sorter=order)]
-    return logits[torch.from_numpy(places).to(logits.device)]
+
+    def __init__(self, keys: Slots) -> None:
+        self._keys = keys
+        self._logits: torch.Tensor | None = None
+
+    def add(self, pass_keys: Slots, logits: torch.Tensor) -> None:
+        """Add the logits of a pass.
+
+        Args:
+            pass_keys: The key of each row of `logits`, without repetition; keys that are not
+                requested are ignored.
+            logits: Shape `(len(pass_keys), width of the model's output)`.
+        """
+        places = np.flatnonzero(np.isin(self._keys, pass_keys))
+        are_all = len(places) == len(self._keys)
+        if not len(places) and not are_all:
+            return
+        order = np.argsort(pass_keys)
+        rows = order[np.searchsorted(pass_keys, self._keys[places], sorter=order)]
+        if not are_all:  # the order of the rows avoids a copy of them
+            by_row = np.argsort(rows, kind="stable")
+            places, rows = places[by_row], rows[by_row]
+        if not np.array_equal(rows, np.arange(len(logits))):
+            logits = logits[moved(torch.from_numpy(rows), logits.device)]
+        if are_all:
+            self._logits = logits
+            return
+        if self._logits is None:
+            self._logits = logits.new_empty((len(self._keys), logits.shape[1]))
+        self._logits[moved(torch.from_numpy(places), logits.device)] = logits
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The logits, shape `(len(keys), width)`, once all passes were added.
+
+        Those of the only pass are not copied if they have the order of the keys.
+        """
+        assert self._logits is not None  # noqa: S101 - there is at least one pass
+        return self._logits

@@ -109,7 +109,8 @@ class SlotCacheForward(SegmentForward):
             self.storage, layout, self._windows, resident=resident, continues=continues
         )
         logits = self._model(mx.array(layout.tokens.astype(np.int32)), cache=caches)
-        requested = [logits[mx.array(rows), mx.array(places)]] if len(rows) else []
+        requested = [select_logits(logits, rows, places)] if len(rows) else []
+        del logits  # before the requested ones are computed
         self.storage.settle(*requested, *([] if resident is None else [resident.arrays]))
         if resident is not None:
             resident.columns = layout.past + layout.tokens.shape[1]
@@ -145,11 +146,18 @@ def _slice_segment(segment: Segment, part: slice) -> Segment:
     return Segment(segment.tokens[part], slots, segment.writes[part])
 
 
+def select_logits(logits: mx.array, rows: Integers64, places: Integers64) -> mx.array:
+    """Return the logits of tokens; a view if they are those of a new token per sequence."""
+    if logits.shape[1] == 1 and np.array_equal(rows, np.arange(len(logits))):
+        return logits[:, 0]
+    return logits[mx.array(rows), mx.array(places)]
+
+
 def as_tensor(array: mx.array) -> torch.Tensor:
-    """Return an array as a float32 tensor on the CPU."""
+    """Return an array as a float32 tensor on the CPU, with the memory of a float32 array."""
     array = array.astype(mx.float32)
     mx.eval(array)
-    return torch.from_numpy(np.array(array))
+    return torch.from_numpy(np.asarray(array))
 
 
 def _read_layers(model: Any) -> tuple[list[int | None], list[LayerShape], int]:

@@ -16,11 +16,11 @@ import torch
 from genlm.plugin import device_index
 from genlm.prefix import (
     ForwardResult,
+    PassLogits,
     Segment,
     Slots,
     TableBatch,
     TreeBatch,
-    logits_of_keys,
     padded_slots,
 )
 from genlm_sgl.adapters import Adapters
@@ -51,32 +51,29 @@ class SGLangForward:
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run the prefill stages: decode short segments, and extend the others."""
         adapter_id = self._adapters.id_of(batch.adapter)
-        keys, parts = [], []
+        requested = PassLogits(batch.wanted)
         tokens = forwards = 0
         for stage in batch.stages:
             decoded = [segment for segment in stage if self._is_decoded(segment, batch.wanted)]
             if decoded:
-                logits, passes = self._decode(TableBatch.of_segments(decoded), adapter_id)
-                slots = _new_slots(decoded)
-                places = np.flatnonzero(np.isin(slots, batch.wanted))
-                keys.append(slots[places])
-                parts.append(_select_rows(logits, places))
-                tokens, forwards = tokens + len(slots), forwards + passes
+                slots, table = _new_slots(decoded), TableBatch.of_segments(decoded)
+                forwards += self._decode(table, adapter_id, slots, requested)
+                tokens += len(slots)
             extended = [
                 segment for segment in stage if not self._is_decoded(segment, batch.wanted)
             ]
             for segments in self._extends(extended):
                 slots = _new_slots(segments)
                 places = np.flatnonzero(np.isin(slots, batch.wanted))
-                keys.append(slots[places])
-                parts.append(self._extend(segments, places, adapter_id))
+                requested.add(slots[places], self._extend(segments, places, adapter_id))
                 tokens, forwards = tokens + len(slots), forwards + 1
-        return ForwardResult(logits_of_keys(batch.wanted, keys, parts), tokens, forwards)
+        return ForwardResult(requested.logits, tokens, forwards)
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Decode tokens that continue rows of a table."""
-        logits, passes = self._decode(batch, self._adapters.id_of(adapter))
-        return ForwardResult(_select_rows(logits, batch.results), len(batch.tokens), passes)
+        requested, keys = PassLogits(batch.results), np.arange(len(batch.tokens))
+        passes = self._decode(batch, self._adapters.id_of(adapter), keys, requested)
+        return ForwardResult(requested.logits, len(batch.tokens), passes)
 
     def _is_decoded(self, segment: Segment, wanted: Slots) -> bool:
         if len(segment.tokens) <= _MAX_DECODED_TOKENS:
@@ -94,29 +91,27 @@ class SGLangForward:
             return _select_rows(logits, np.searchsorted(lasts, places))
         return self._served.extend(segments, adapter_id, places)
 
-    def _decode(self, batch: TableBatch, adapter_id: str | None) -> tuple[torch.Tensor, int]:
-        """Return the logits of all tokens, and the number of passes."""
+    def _decode(
+        self, batch: TableBatch, adapter_id: str | None, keys: Slots, requested: PassLogits
+    ) -> int:
+        """Add the logits of all tokens, each with its key; return the number of passes."""
         served, count = self._served, len(batch.tokens)
         fits = len(batch.slots) <= served.max_rows
         if fits:
             served.write_rows(batch.trunk, batch.slots)
-        logits = []
-        for first in range(0, count, served.max_rows):
+        firsts = range(0, count, served.max_rows)
+        for first in firsts:
             part = slice(first, first + served.max_rows)
             rows = batch.rows[part]
             if not fits:  # SGLang's table has fewer rows than the batch
                 pass_rows, rows = np.unique(rows, return_inverse=True)
                 served.write_rows(batch.trunk, batch.slots[pass_rows])
-            logits.append(
-                served.decode(
-                    batch.tokens[part],
-                    batch.positions[part],
-                    batch.writes[part],
-                    rows,
-                    adapter_id,
-                )
+            tokens, positions = batch.tokens[part], batch.positions[part]
+            requested.add(
+                keys[part],
+                served.decode(tokens, positions, batch.writes[part], rows, adapter_id),
             )
-        return (logits[0] if len(logits) == 1 else torch.cat(logits)), len(logits)
+        return len(firsts)
 
     def _extends(self, segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
         """Divide segments into passes, and write the slots of a pass to the table."""

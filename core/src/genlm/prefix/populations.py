@@ -65,7 +65,7 @@ class Populations:
         missing = self._missing(group, wanted)
         if missing is not None:
             few, count = np.clip(missing, 1, self._few), len(missing)
-            if count * int(few.max()) > self._max_tokens:
+            if count * int(few.max(initial=1)) > self._max_tokens:
                 tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
                 count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
             return max(1, min(self._max_rows, count))

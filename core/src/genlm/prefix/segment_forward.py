@@ -105,20 +105,21 @@ class PassLogits:
                 requested are ignored.
             logits: Shape `(len(pass_keys), width of the model's output)`.
         """
+        if np.array_equal(pass_keys, self._keys):  # most often
+            self._logits = logits
+            return
         places = np.flatnonzero(np.isin(self._keys, pass_keys))
-        are_all = len(places) == len(self._keys)
-        if not len(places) and not are_all:
+        if not len(places) and len(self._keys):
             return
         order = np.argsort(pass_keys)
         rows = order[np.searchsorted(pass_keys, self._keys[places], sorter=order)]
-        if not are_all:  # the order of the rows avoids a copy of them
-            by_row = np.argsort(rows, kind="stable")
-            places, rows = places[by_row], rows[by_row]
+        if len(places) == len(self._keys):
+            self._logits = logits[moved(torch.from_numpy(rows), logits.device)]
+            return
+        by_row = np.argsort(rows, kind="stable")  # avoids a copy if all rows are requested once
+        places, rows = places[by_row], rows[by_row]
         if not np.array_equal(rows, np.arange(len(logits))):
             logits = logits[moved(torch.from_numpy(rows), logits.device)]
-        if are_all:
-            self._logits = logits
-            return
         if self._logits is None:
             self._logits = logits.new_empty((len(self._keys), logits.shape[1]))
         self._logits[moved(torch.from_numpy(places), logits.device)] = logits

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +145,21 @@ def test_a_text_that_needs_a_byte_without_token_is_not_complete(llm, library):
 def test_a_grammar_of_llguidance_without_text_allows_no_token(llm):
     constraint = Grammar.lark("start: T\nT: /a/ & /b/").start(llm, 1)
     assert unpacked(constraint) == set()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.ebnf('root ::= "[]" | "[" root "]"'),
+        Grammar.ebnf('root ::= "[[[" | root "]"'),
+        Grammar.json_schema({"type": "array", "items": {"$ref": "#"}}, any_whitespace=False),
+    ],
+)
+def test_a_token_may_continue_after_an_inner_use_of_the_start_rule(grammar):
+    texts = [b"]", b"]]", b"a]"]
+    tokens = [genlm.Token(token_id, text) for token_id, text in enumerate(texts)]
+    model = SimpleNamespace(vocabulary=genlm.Vocabulary(None, tokens, ["", "", ""]))
+    assert unpacked(grammar.start(model, 1, text=b"[[[")) == {0, 1}
 
 
 def test_texts_end_with_the_given_tokens(llm, grammar):

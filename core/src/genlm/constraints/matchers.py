@@ -142,6 +142,14 @@ def _rejections() -> Iterator[None]:
         raise ValueError(f"xgrammar does not accept the grammar: {message}") from error
 
 
+def _parsed_grammar(form: str, source: Any, options: Mapping[str, Any]) -> Any:
+    """Parse a grammar with xgrammar."""
+    kind = _import_library("xgrammar").Grammar
+    parse = kind.from_json_schema if form == "json_schema" else kind.from_ebnf
+    with _rejections():
+        return parse(source, **options)
+
+
 class XGrammar(MatcherLibrary):
     """Matchers of xgrammar."""
 
@@ -151,21 +159,23 @@ class XGrammar(MatcherLibrary):
     @staticmethod
     def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
         """Parse a grammar, which takes less than a millisecond."""
-        kind = _import_library("xgrammar").Grammar
-        parse = kind.from_json_schema if form == "json_schema" else kind.from_ebnf
-        with _rejections():
-            parse(source, **options)
+        _parsed_grammar(form, source, options)
 
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
         self._library = library = _import_library(self.name)
         self.tokens, texts = tokens, tokens.texts
         raw, end = library.VocabType.RAW, len(texts)
         info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
-        compiler = library.GrammarCompiler(info)
-        is_schema = form == "json_schema"
-        compile_ = compiler.compile_json_schema if is_schema else compiler.compile_grammar
+        rules = str(_parsed_grammar(form, source, options))
+        # xgrammar 0.2 reads its printed form of "éb", "\\xe9b", as one character.
+        rules = re.sub(r"\\[\\x]", lambda found: found[0].replace("x", "u00"), rules)
+        # If the start rule refers to itself, xgrammar 0.2 excludes tokens that continue after
+        # an inner use of it. `genlm_root` is a start rule that no rule refers to.
+        rules = f"{rules}\ngenlm_root ::= root\n"
         with _rejections():
-            self._grammar = compile_(source, **options)
+            self._grammar = library.GrammarCompiler(info).compile_grammar(
+                rules, root_rule_name="genlm_root"
+            )
         self._batch = library.BatchGrammarMatcher()
 
     def _first(self, text: bytes) -> Any:

@@ -148,18 +148,27 @@ def test_a_grammar_of_llguidance_without_text_allows_no_token(llm):
 
 
 @pytest.mark.parametrize(
-    "grammar",
+    ("grammar", "text", "allowed"),
     [
-        Grammar.ebnf('root ::= "[]" | "[" root "]"'),
-        Grammar.ebnf('root ::= "[[[" | root "]"'),
-        Grammar.json_schema({"type": "array", "items": {"$ref": "#"}}, any_whitespace=False),
+        (Grammar.ebnf('root ::= "[]" | "[" root "]"'), b"[[[", {b"]", b"]]"}),
+        (Grammar.ebnf('root ::= "[[[" | root "]"'), b"[[[", {b"]", b"]]"}),
+        (
+            Grammar.json_schema(
+                {"type": "array", "items": {"$ref": "#"}}, any_whitespace=False
+            ),
+            b"[[[",
+            {b"]", b"]]"},
+        ),
+        (Grammar.ebnf('root ::= "bba" | "\u00e9"'), b"", {b"bba", b"\xc3"}),
     ],
 )
-def test_a_token_may_continue_after_an_inner_use_of_the_start_rule(grammar):
-    texts = [b"]", b"]]", b"a]"]
-    tokens = [genlm.Token(token_id, text) for token_id, text in enumerate(texts)]
-    model = SimpleNamespace(vocabulary=genlm.Vocabulary(None, tokens, ["", "", ""]))
-    assert unpacked(grammar.start(model, 1, text=b"[[[")) == {0, 1}
+def test_tokens_that_xgrammar_may_exclude_wrongly_are_allowed(grammar, text, allowed):
+    """Tokens after an inner use of the start rule, and tokens that contain another token."""
+    texts = [b"]", b"]]", b"a]", b"ba", b"bba", b"\xc3", b"\xa9\xc3"]
+    tokens = [genlm.Token(token_id, each) for token_id, each in enumerate(texts)]
+    model = SimpleNamespace(vocabulary=genlm.Vocabulary(None, tokens, [""] * len(texts)))
+    constraint = grammar.start(model, 1, text=text)
+    assert {texts[token_id] for token_id in unpacked(constraint)} == allowed
 
 
 def test_texts_end_with_the_given_tokens(llm, grammar):

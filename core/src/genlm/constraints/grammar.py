@@ -110,6 +110,9 @@ class Grammar(Language):
     def lark(cls, grammar: str) -> Grammar:
         """Return the language of a grammar in llguidance's variant of Lark.
 
+        llguidance divides a text into terminals, each as long as possible: the language of
+        `start: ("a" | "ab") "b"` contains "abb" but not "ab".
+
         Args:
             grammar: Rules such as `start: "yes" | "no"`.
 

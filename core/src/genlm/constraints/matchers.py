@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -150,6 +151,22 @@ def _parsed_grammar(form: str, source: Any, options: Mapping[str, Any]) -> Any:
         return parse(source, **options)
 
 
+def _tokenizer_info(texts: list[bytes]) -> Any:
+    """Return xgrammar's form of a vocabulary, with one more id, which ends a text."""
+    library = _import_library("xgrammar")
+    info = library.TokenizerInfo(
+        [*texts, b"</s>"], vocab_type=library.VocabType.RAW, stop_token_ids=[len(texts)]
+    )
+    fields, ranges = json.loads(info.serialize_json()), "trie_subtree_nodes_range"
+    if ranges not in fields:
+        return info
+    # After a token that is not allowed, xgrammar skips those that begin with it, and xgrammar
+    # 0.2 also those that contain it, such as "bba" after "ba". A byte is a character of JSON.
+    ordered = [text for _, text in fields["sorted_decoded_vocab"]]
+    fields[ranges] = [bisect_left(ordered, f"{text}\u0100") for text in ordered]
+    return library.TokenizerInfo.deserialize_json(json.dumps(fields))
+
+
 class XGrammar(MatcherLibrary):
     """Matchers of xgrammar."""
 
@@ -164,8 +181,7 @@ class XGrammar(MatcherLibrary):
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
         self._library = library = _import_library(self.name)
         self.tokens, texts = tokens, tokens.texts
-        raw, end = library.VocabType.RAW, len(texts)
-        info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
+        info = _tokenizer_info(texts)
         rules = str(_parsed_grammar(form, source, options))
         # xgrammar 0.2 reads its printed form of "éb", "\\xe9b", as one character.
         rules = re.sub(r"\\[\\x]", lambda found: found[0].replace("x", "u00"), rules)

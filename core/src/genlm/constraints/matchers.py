@@ -182,16 +182,14 @@ class XGrammar(MatcherLibrary):
         self._library = library = _import_library(self.name)
         self.tokens, texts = tokens, tokens.texts
         info = _tokenizer_info(texts)
-        rules = str(_parsed_grammar(form, source, options))
-        # xgrammar 0.2 reads its printed form of "éb", "\\xe9b", as one character.
-        rules = re.sub(r"\\[\\x]", lambda found: found[0].replace("x", "u00"), rules)
         # If the start rule refers to itself, xgrammar 0.2 excludes tokens that continue after
-        # an inner use of it. `genlm_root` is a start rule that no rule refers to.
-        rules = f"{rules}\ngenlm_root ::= root\n"
+        # an inner use of it. A concatenation has a start rule that no rule refers to.
+        grammar = library.Grammar.concat(_parsed_grammar(form, source, options))
+        # With a cache, a compiler reads the printed grammar, in which "éb" is the one character
+        # "\\xe9b".
+        compiler = library.GrammarCompiler(info, cache_enabled=False)
         with _rejections():
-            self._grammar = library.GrammarCompiler(info).compile_grammar(
-                rules, root_rule_name="genlm_root"
-            )
+            self._grammar = compiler.compile_grammar(grammar)
         self._batch = library.BatchGrammarMatcher()
 
     def _first(self, text: bytes) -> Any:

@@ -14,7 +14,7 @@ import torch
 from constrained_model import END, TEXT_IDS, TOKENS, SmallEngine, text_of, unpacked, writings
 
 import genlm
-from genlm.constraints import Automaton, Grammar
+from genlm.constraints import Automaton, Grammar, matchers
 from genlm.core.base.blocking import run_blocking
 
 pytest.importorskip("xgrammar")
@@ -169,6 +169,18 @@ def test_tokens_that_xgrammar_may_exclude_wrongly_are_allowed(grammar, text, all
     model = SimpleNamespace(vocabulary=genlm.Vocabulary(None, tokens, [""] * len(texts)))
     constraint = grammar.start(model, 1, text=text)
     assert {texts[token_id] for token_id in unpacked(constraint)} == allowed
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_grammars_share_the_form_of_a_vocabulary(library, llm, monkeypatch):
+    forms = {"xgrammar": matchers._tokenizer_infos, "llguidance": matchers._byte_tokenizers}
+    build, built = forms[library]._build, []
+    monkeypatch.setattr(
+        forms[library], "_build", lambda *vocabulary: built.append(1) or build(*vocabulary)
+    )
+    for kind in ("string", "integer"):
+        Grammar.json_schema({"type": kind}, library=library).start(llm, 1, stop=[1, 2])
+    assert len(built) == 1
 
 
 def test_texts_end_with_the_given_tokens(llm, grammar):

@@ -25,7 +25,7 @@ from genlm.constraints.states import (
     first_states,
     member_index,
 )
-from genlm.constraints.text_tokens import PerVocabulary, text_tokens
+from genlm.constraints.text_tokens import PerVocabulary
 from genlm.core.rows.row_masks import RowMasks
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Grammar(Language):
 
         self._compiled = PerVocabulary(
             lambda vocabulary, stop: LIBRARIES[library](
-                form, source, self._options, text_tokens.get(vocabulary, stop)
+                form, source, self._options, vocabulary, stop
             )
         )
 

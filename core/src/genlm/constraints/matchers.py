@@ -12,13 +12,17 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.text_tokens import TextTokens
+from genlm.constraints.protocol import Integers64
+from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
 from genlm.core.base.error_handling import import_required
+
+if TYPE_CHECKING:
+    from genlm.core.vocab import Vocabulary
 
 Words: TypeAlias = npt.NDArray[np.int32]
 
@@ -67,14 +71,22 @@ class MatcherLibrary(ABC):
         """
 
     @abstractmethod
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
+    def __init__(
+        self,
+        form: str,
+        source: Any,
+        options: Mapping[str, Any],
+        vocabulary: Vocabulary,
+        stop: Integers64,
+    ) -> None:
         """Compile a grammar.
 
         Args:
             form: One of `formats`.
             source: The grammar.
             options: Keyword arguments of the library's compiler.
-            tokens: The tokens.
+            vocabulary: The vocabulary.
+            stop: Token ids that end a text, ascending.
 
         Raises:
             ValueError: The library rejects the grammar.
@@ -151,9 +163,10 @@ def _parsed_grammar(form: str, source: Any, options: Mapping[str, Any]) -> Any:
         return parse(source, **options)
 
 
-def _tokenizer_info(texts: list[bytes]) -> Any:
+def _tokenizer_info(vocabulary: Vocabulary, stop: Integers64) -> Any:
     """Return xgrammar's form of a vocabulary, with one more id, which ends a text."""
     library = _import_library("xgrammar")
+    texts = text_tokens.get(vocabulary, stop).texts
     info = library.TokenizerInfo(
         [*texts, b"</s>"], vocab_type=library.VocabType.RAW, stop_token_ids=[len(texts)]
     )
@@ -167,6 +180,10 @@ def _tokenizer_info(texts: list[bytes]) -> Any:
     return library.TokenizerInfo.deserialize_json(json.dumps(fields))
 
 
+_tokenizer_infos = PerVocabulary(_tokenizer_info)
+"""They take half a second for 128,000 tokens, and a grammar a few milliseconds."""
+
+
 class XGrammar(MatcherLibrary):
     """Matchers of xgrammar."""
 
@@ -178,10 +195,17 @@ class XGrammar(MatcherLibrary):
         """Parse a grammar, which takes less than a millisecond."""
         _parsed_grammar(form, source, options)
 
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
+    def __init__(
+        self,
+        form: str,
+        source: Any,
+        options: Mapping[str, Any],
+        vocabulary: Vocabulary,
+        stop: Integers64,
+    ) -> None:
         self._library = library = _import_library(self.name)
-        self.tokens, texts = tokens, tokens.texts
-        info = _tokenizer_info(texts)
+        self.tokens = text_tokens.get(vocabulary, stop)
+        info = _tokenizer_infos.get(vocabulary, stop)
         # If the start rule refers to itself, xgrammar 0.2 excludes tokens that continue after
         # an inner use of it. A concatenation has a start rule that no rule refers to.
         grammar = library.Grammar.concat(_parsed_grammar(form, source, options))
@@ -224,11 +248,18 @@ class LLGuidance(MatcherLibrary):
         if message := matcher.validate_grammar(_guidance_grammar(form, source, options)):
             raise ValueError(f"llguidance does not accept the grammar: {message}")
 
-    def __init__(self, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens):
+    def __init__(
+        self,
+        form: str,
+        source: Any,
+        options: Mapping[str, Any],
+        vocabulary: Vocabulary,
+        stop: Integers64,
+    ) -> None:
         self._library = library = _import_library(self.name)
-        self.tokens, tokenizer = tokens, _ByteTokenizer(tokens.texts)
-        self._words = -(-len(tokenizer.tokens) // 32)
-        self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(tokenizer))
+        self.tokens = text_tokens.get(vocabulary, stop)
+        self._tokenizer = _byte_tokenizers.get(vocabulary, stop)
+        self._words = -(-self._tokenizer.vocab_size // 32)
         grammar = _guidance_grammar(form, source, options)
         self._matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._matcher.is_error():
@@ -309,6 +340,15 @@ class _ByteTokenizer:
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError("texts are tokenised greedily")
 
+
+def _byte_tokenizer(vocabulary: Vocabulary, stop: Integers64) -> Any:
+    """Return llguidance's form of a vocabulary."""
+    library = _import_library("llguidance")
+    tokenizer = _ByteTokenizer(text_tokens.get(vocabulary, stop).texts)
+    return library.LLTokenizer(library.TokenizerWrapper(tokenizer))
+
+
+_byte_tokenizers = PerVocabulary(_byte_tokenizer)
 
 LIBRARIES: dict[str, type[MatcherLibrary]] = {
     library.name: library for library in (XGrammar, LLGuidance)

@@ -15,12 +15,8 @@ MAX_VALUES = 8
 def recent_value(values: dict[KeyT, ValueT], key: KeyT, build: Callable[[], ValueT]) -> ValueT:
     """Return the value of a key, which is built unless it is among the stored values.
 
-    Threads that use the same values at the same time may build a value twice.
-
-    Args:
-        values: The stored values, which are not None, in the order of their last use.
-        key: The key.
-        build: Function that returns the value.
+    The stored values, which are not None, are in the order of their last use. Threads that use
+    the same values at the same time may build a value twice.
     """
     value = values.pop(key, None)
     if value is None:

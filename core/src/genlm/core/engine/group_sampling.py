@@ -100,16 +100,7 @@ class SampledGroup(NamedTuple):
 
 
 class _Continuations:
-    """A group query with `sampling` while its tokens are drawn.
-
-    Args:
-        query: The query.
-        vocabulary: Vocabulary with the bytes of tokens.
-        max_context: Maximum number of tokens of a sequence, None for no limit.
-
-    Attributes:
-        query: As above.
-    """
+    """A group query with `sampling` while its tokens are drawn."""
 
     def __init__(
         self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
@@ -236,7 +227,6 @@ class MemberRuns(_Continuations):
     """Continuations whose members are drawn independently of one another.
 
     Attributes:
-        query: The query.
         pending_ids: Ids of the pending queries of members.
     """
 

@@ -18,13 +18,8 @@ from genlm.core.vocab import Vocabulary
 class JoinedRun(SamplingRun):
     """The continuations of several group queries with equal `joining_key`, drawn together.
 
-    The tokens of a query are those that it gets alone.
-
-    Args:
-        query_id: Id of the group queries for tokens.
-        queries: The queries, with `returns_generation` False.
-        vocabulary: As `SamplingRun`.
-        max_context: As `SamplingRun`.
+    The tokens of a query, which has `returns_generation` False, are those that it gets alone.
+    The group queries for tokens have the id `query_id`.
 
     Attributes:
         unfinished_queries: Queries whose continuations are not complete, by id.

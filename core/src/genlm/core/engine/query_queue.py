@@ -64,11 +64,9 @@ class QueryQueue:
     def take(
         self, choose: Callable[[Sequence[Query]], Sequence[Query]], engine: str
     ) -> list[Query]:
-        """Remove and return the queries that a function chooses; at least one must be pending.
+        """Remove and return the queries that `BatchEngine.choose` of an engine chooses.
 
-        Args:
-            choose: As `BatchEngine.choose`.
-            engine: Name of the engine's class for messages.
+        At least one query must be pending.
 
         Raises:
             EvaluationError: The choice contains a query that is not pending, or does not

@@ -82,11 +82,7 @@ class DrawSettings(NamedTuple):
         return self.weights.of(self.active)
 
     def masses_of_all(self, masses: torch.Tensor) -> torch.Tensor:
-        """Return the log-masses of all members from those of the active members.
-
-        Raises:
-            PopulationError: As `check_log_masses`.
-        """
+        """Return the log-masses of all members from those of the active ones, after a check."""
         check_log_masses(masses, self.active, len(self.log_mass))
         if len(self.active) == len(self.log_mass):
             return masses
@@ -95,11 +91,7 @@ class DrawSettings(NamedTuple):
         return log_mass
 
     def draws_of_all(self, columns: tuple[torch.Tensor, ...]) -> DrawnTokens:
-        """Return the draws of all members from the columns of the active members.
-
-        Raises:
-            PopulationError: As `masses_of_all`.
-        """
+        """Return the draws of all members from the columns of the active members."""
         log_mass = self.masses_of_all(columns[2])
         drawn = DrawnTokens(*columns)
         if len(self.active) < len(self.log_mass):

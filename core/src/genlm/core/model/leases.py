@@ -18,12 +18,10 @@ class ContextLease:
     """Keeps the engine's state of contexts alive until the lease is garbage-collected.
 
     Args:
-        keys: The engine name of the adapter and the key of the token sequence of each context.
+        keys: The engine name of the adapter and the key of the token sequence of each context;
+            also an attribute.
         on_drop: Function of the keys, called once when the lease is dropped, on any thread,
             also during garbage collection.
-
-    Attributes:
-        keys: As the argument.
     """
 
     __slots__ = ("_on_drop", "keys")
@@ -70,11 +68,9 @@ class LeaseTable:
         return ContextLease((key,), self.on_drop)
 
     def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Drop leases, and release contexts without leases. Runs on the engine's thread.
+        """Release contexts without further leases; `dropped` has the keys of dropped leases.
 
-        Args:
-            engine: The engine.
-            dropped: Keys of dropped leases.
+        It runs on the engine's thread.
         """
         unused_keys = []
         with self._lock:

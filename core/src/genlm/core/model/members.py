@@ -364,13 +364,7 @@ def _flags(values: ArrayLike, count: int) -> Flags:
 
 
 def checked_counts(name: str, values: ArrayLike, count: int, minimum: int) -> Integers64:
-    """Return a number for each of `count` members.
-
-    Args:
-        name: Name of the argument, for errors.
-        values: One number, or one for each member.
-        count: Number of members.
-        minimum: The lowest valid number.
+    """Return a number for each of `count` members, from one number or one for each.
 
     Raises:
         TypeError: A number is not an integer.

@@ -345,15 +345,11 @@ class Population(MemberReductions):
         count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
     ) -> Any:
-        """Draw for the active members; return a function of the draws of all members.
+        """Draw one token, or `count` different ones, for each active member.
 
-        Args:
-            settings: Settings of the draws.
-            seed: As `draw`.
-            count: As `k` of `draw_without_replacement`; None for `draw`.
-            then: The function. The engine's thread calls it, or the calling thread in a
-                blocking twin. If its result is a `concurrent.futures.Future`, the result of
-                this future is returned.
+        Return `then` of the draws of all members. The engine's thread calls `then`, or the
+        calling thread in a blocking twin. If its result is a `concurrent.futures.Future`, the
+        result of this future is returned.
         """
         key, active = checked_seed(seed), settings.active
         numbers = functools.partial(uniforms, key, active, self._step, count)

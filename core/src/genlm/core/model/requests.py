@@ -53,13 +53,7 @@ Item = tuple[Query, Any, Reduction | None]
 class Requests:
     """The requests of one model; every method may be called from any thread.
 
-    Args:
-        scheduler: Scheduler of the engine.
-        model: Identity of the model in keys: models may share one cache.
-        cache: Cache of rows and reductions.
-        adapters: Loaded adapters.
-        counters: Counters of requests.
-        leases: Leases of the engine's state of contexts; None if the engine has no such state.
+    `leases` are those of the engine's state of contexts, None if the engine has no such state.
 
     Attributes:
         default_lora: Default adapter of requests, None for the base model.
@@ -134,9 +128,7 @@ class Requests:
     ) -> list[Any]:
         """Return the `GroupResult`, `SampledGroup` or exception of each query.
 
-        Args:
-            queries: The queries.
-            then: Function of the results; see `Scheduler.submit`.
+        For `then` see `Scheduler.submit`.
         """
         for query in queries:
             self.counters.count(len(query), requests=len(query.wanted))

@@ -281,11 +281,9 @@ class SampleMethods:
 
 
 def _sequence_error(error: Exception, places: Sequence[int] | None) -> Exception:
-    """Return the error of the first failed sequence; in a batch with the places of all.
+    """Return the error of the first failed sequence of a group query.
 
-    Args:
-        error: Error of a group query.
-        places: Places of the group's sequences in the batch; None if there is no batch.
+    In a batch, the error has those of `places`, the places of the sequences, that failed.
     """
     cause, failed = error, tuple(range(len(places or ())))
     if isinstance(error, PopulationError):

@@ -44,6 +44,7 @@ class Query:
 
     Attributes:
         query_id: Id of the query and of its completion, unique within the scheduler.
+        token_ids: The sequence, oldest first, at least one id; assembled on first access.
         adapter: Name of a loaded LoRA adapter, None for the base model.
         outputs: Requested outputs: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
@@ -55,14 +56,6 @@ class Query:
         turn: Number of queries of the same request before this one, by which engines order
             pending queries (`Turns`).
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
-
-    Args:
-        query_id: As above.
-        token_ids: The sequence, oldest first, at least one id.
-        adapter: As above.
-        outputs: As above.
-        targets: As above.
-        turn: As above.
     """
 
     __slots__ = (

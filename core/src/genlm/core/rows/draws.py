@@ -164,13 +164,8 @@ def batch_draw_without_replacement(
     the same number. The first 128 tokens are drawn as by `batch_draw`, all further ones at once
     by the Gumbel-top-k trick, which has the same distribution (`gumbel`). The sum of
     `draw_logprob` is the log-probability of the sequence. Draws of fewer tokens are the first
-    of those of more tokens.
-
-    Args:
-        rows: As `batch_draw`.
-        uniforms: Numbers in [0, 1), shape `(n, k)`, float64, in main memory: one for each draw.
-        weights: As `batch_draw`, of temperatures above 0.
-        sources: As `batch_draw`.
+    of those of more tokens. The arguments are those of `batch_draw`, with temperatures above 0
+    and `uniforms` of shape `(n, k)`.
 
     Returns:
         DrawnTokens of shape `(n, k)`. If a row has fewer than k tokens, the other entries are

@@ -136,7 +136,6 @@ class GroupWork:
         vocabulary: Vocabulary of the rows.
 
     Attributes:
-        query: As above.
         errors: Errors of sequences, by their place in `query.wanted`.
     """
 

@@ -32,11 +32,7 @@ def divide_reductions(reductions: Sequence[GroupReduction]) -> list[list[int]]:
 def joined_reduction(
     reductions: Sequence[GroupReduction],
 ) -> tuple[GroupReduction, list[int]]:
-    """Return one reduction for the members of several groups, and the first member of each.
-
-    Args:
-        reductions: A set of `divide_reductions`.
-    """
+    """Return one reduction for a set of `divide_reductions`, and the first member of each."""
     if len(reductions) == 1:
         return reductions[0], [0]
     joinable = [cast("JoinableReduction", reduction) for reduction in reductions]

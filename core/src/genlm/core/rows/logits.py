@@ -85,11 +85,7 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
 
 
 def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, int]]:
-    """Divide `count` rows of `size` entries into parts that are computed at once.
-
-    Returns:
-        Begin and end of each part, in order.
-    """
+    """Return begin and end of parts of `count` rows of `size` entries, computed at once."""
     values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
     limit = max(1, values // max(1, size))
     return [(begin, min(begin + limit, count)) for begin in range(0, count, limit)]
@@ -176,13 +172,7 @@ def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def checked_values(computed: Any, count: int, size: int, method: str) -> GroupValues:
-    """Return the rows or logits that an engine computed, without their autograd graph.
-
-    Args:
-        computed: Result of the engine for `count` sequences.
-        count: Number of sequences.
-        size: Number of ids in the vocabulary.
-        method: Name of the engine's method for messages.
+    """Return rows over `size` ids, or logits, of `count` sequences, without an autograd graph.
 
     Raises:
         EvaluationError: The result is not `GroupValues` of a tensor, or the tensor has another
@@ -282,11 +272,7 @@ def _invalid_row(problem: str) -> EvaluationError:
 
 
 def invalid_computation(result: str) -> EvaluationError:
-    """Return the error of an engine whose results are not distributions.
-
-    Args:
-        result: Description of the invalid result.
-    """
+    """Return the error of an engine whose results, as described, are not distributions."""
     return EvaluationError(
         f"the engine computed {result}. The weights contain NaN, the computation overflowed, "
         f"or the engine does not serve this model correctly: try dtype='float32' or another "

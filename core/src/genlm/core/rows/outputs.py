@@ -118,9 +118,6 @@ class _PartOutputs:
 
     Attributes:
         remaining: Indices of the outputs that have no value yet, by the class of the output.
-
-    Args:
-        outputs: As `reduce_rows`.
     """
 
     def __init__(self, outputs: Sequence[Outputs]) -> None:

@@ -63,7 +63,6 @@ class RowWeights:
     Attributes:
         count: Number of rows.
         masks: The masks of the rows; None if no row has a mask.
-        truncation: As above.
     """
 
     def __init__(

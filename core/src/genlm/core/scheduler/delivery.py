@@ -111,8 +111,7 @@ class Delivery:
     ) -> None:
         """Finish all futures; the futures of coroutines on the threads of their event loops.
 
-        Args:
-            afterwards: Function that is then called with every event loop, on its thread.
+        `afterwards` is then called with every event loop, on its thread.
         """
         for loop, finished in self._by_loop.items():
             try:

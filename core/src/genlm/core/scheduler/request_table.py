@@ -323,12 +323,7 @@ class RequestTable:
         return [request for request in requests if not request.is_abandoned]
 
     def statistics(self, max_pending: int | None) -> SchedulerStatistics:
-        """Return a snapshot of the counters.
-
-        Args:
-            max_pending: Maximum number of evaluations that count as pending; the others count
-                as waiting.
-        """
+        """Return the counters; evaluations above `max_pending` count as waiting."""
         unfinished = len(self.inbox) + len(self.in_engine)
         pending = unfinished if max_pending is None else min(unfinished, max_pending)
         return SchedulerStatistics(

@@ -31,12 +31,9 @@ def submit_evaluations(engine: Any, evaluations: Iterable[Evaluation]) -> list[E
 def step_engine(
     engine: Any, in_engine: Mapping[int, Evaluation]
 ) -> list[tuple[Evaluation, Completion]]:
-    """Step an engine once; return the completed evaluations.
+    """Step an engine once; return the completed evaluations of those in the engine.
 
-    Args:
-        engine: The engine.
-        in_engine: Unfinished evaluations by query id. Completions of other queries, which were
-            aborted, are ignored.
+    Completions of other queries, which were aborted, are ignored.
 
     Raises:
         EvaluationError: The step returned an object that is not a `Completion`.

@@ -335,7 +335,7 @@ class BatchEngine(abc.ABC):
         self, evaluate: Callable[[Any], Sequence[Any]], batch: Any
     ) -> Sequence[Any]:
         """Return the results or errors of a batch; log the first error that no query causes."""
-        halving: Halving[Any] = Halving(evaluate)
+        halving = Halving(evaluate)
         results = halving.results(batch)
         if halving.recovered_error and not self._has_logged:
             self._has_logged = True

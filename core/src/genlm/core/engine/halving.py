@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 from genlm.core.base.error_handling import free_locals
 from genlm.core.base.errors import EvaluationError, describe_error
 from genlm.core.queries.query import Completion
-
-if TYPE_CHECKING:
-    from genlm.core.queries.generations import Integers64
-
-Batch = TypeVar("Batch", "list[Any]", "Integers64")
 
 
 class UnfinishedError(Exception):
     """Raised by an engine that has computed a part of a query, which then stays pending."""
 
 
-class Halving(Generic[Batch]):
+class Halving:
     """Evaluates a batch and, if that raises, its halves recursively, to isolate failing items.
+
+    A batch is a list or an array.
 
     Halving stops, and all remaining items fail, in two cases: the device has failed; or no item
     has been evaluated successfully, both halves of a batch raise the same error, and so do the
@@ -31,13 +28,13 @@ class Halving(Generic[Batch]):
             successfully in smaller batches; `""` if there is none.
     """
 
-    def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
-        self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
+    def __init__(self, evaluate: Callable[[Any], Sequence[Any]]) -> None:
+        self._evaluate = evaluate
         self._has_succeeded = False
         self._device_error: Exception | None = None
         self.recovered_error = ""
 
-    def results(self, batch: Batch) -> Sequence[Any]:
+    def results(self, batch: Any) -> Sequence[Any]:
         """Return the results or errors of the items."""
         outcome = self._attempt(batch)
         if not isinstance(outcome, Exception):
@@ -47,7 +44,7 @@ class Halving(Generic[Batch]):
             self.recovered_error = describe_error(outcome)
         return results
 
-    def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
+    def _attempt(self, batch: Any) -> Sequence[Any] | Exception:
         if self._device_error is not None:
             return self._device_error
         try:
@@ -60,7 +57,7 @@ class Halving(Generic[Batch]):
         self._has_succeeded = True
         return results
 
-    def _evaluate_halves(self, batch: Batch, error: Exception) -> Sequence[Any]:
+    def _evaluate_halves(self, batch: Any, error: Exception) -> Sequence[Any]:
         """Evaluate the halves of a batch whose evaluation raised `error`."""
         if len(batch) == 1 or self._device_error is not None:
             return [error] * len(batch)
@@ -81,7 +78,7 @@ class Halving(Generic[Batch]):
         return results
 
     def _have_same_error(
-        self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
+        self, halves: list[Any], outcomes: list[Sequence[Any] | Exception]
     ) -> bool:
         """Whether both halves and the items at their ends raise the same error."""
         if self._has_succeeded:

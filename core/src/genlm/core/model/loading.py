@@ -78,14 +78,14 @@ def _first_row(engine: Engine) -> Any:
             engine.submit(Query(_FIRST_ROW_ID, (token_id,) * length))
         except TokenIdError:
             continue
-        return _step_until_complete(engine, _FIRST_ROW_ID)
+        return _step_until_complete(engine)
     raise ValueError("the model embeds none of the tokenizer's ids")
 
 
-def _step_until_complete(engine: Engine, query_id: int) -> Any:
+def _step_until_complete(engine: Engine) -> Any:
     for _ in range(_MAX_STEPS):
         for completion in engine.step():
-            if completion.query_id == query_id:
+            if completion.query_id == _FIRST_ROW_ID:
                 if completion.error is not None:
                     raise completion.error
                 result = completion.result

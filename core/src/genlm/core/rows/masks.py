@@ -130,7 +130,7 @@ class Mask:
     def _combine(self, other: Mask, operation: Callable[[_Words, _Words], _Words]) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        _check_length("a mask over", other.vocab_size, self.vocab_size)
+        _check_length(other, self.vocab_size)
         return _from_bytes(operation(self.packed, other.packed).tobytes(), self.vocab_size)
 
     def __eq__(self, other: object) -> bool:
@@ -156,7 +156,7 @@ def _from_bytes(packed: bytes, vocab_size: int) -> Mask:
 
 def _pack(allowed: Any, size: int) -> _Words:
     if isinstance(allowed, Mask):
-        _check_length("a mask over", allowed.vocab_size, size)
+        _check_length(allowed, size)
         return allowed.packed
     values: Any = host_array(allowed, "a mask") if hasattr(allowed, "detach") else allowed
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], bool):
@@ -202,6 +202,6 @@ def _check_shape(form: str, shape: tuple[int, ...], expected: tuple[int, ...]) -
         )
 
 
-def _check_length(description: str, length: int, size: int) -> None:
-    if length != size:
-        raise ValueError(f"{description} {length} token ids for a vocabulary of {size}")
+def _check_length(mask: Mask, size: int) -> None:
+    if mask.vocab_size != size:
+        raise ValueError(f"a mask over {mask.vocab_size} token ids for a vocabulary of {size}")

@@ -19,12 +19,7 @@ import numpy as np
 import torch
 
 from genlm.core.engine.engine import Capability, Engine, call_each
-from genlm.core.engine.group_sampling import (
-    MemberRuns,
-    RowRequest,
-    SamplingRun,
-    result_error,
-)
+from genlm.core.engine.group_sampling import MemberRuns, RowRequest, SamplingRun, result_error
 from genlm.core.engine.joined_sampling import JoinedRun, joining_key
 from genlm.core.engine.text_groups import text_completion, text_group
 from genlm.core.queries.generations import Integers64

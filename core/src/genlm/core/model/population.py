@@ -17,10 +17,7 @@ from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike, checked_counts
 from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.group_reductions import (
-    DrawColumns,
-    MassColumns,
-)
+from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.row_masks import MasksLike
 from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms

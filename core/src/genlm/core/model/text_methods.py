@@ -10,13 +10,7 @@ from genlm.core.base.validation import checked_batch
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.population import Population
 from genlm.core.vocab import Token, Vocabulary
-from genlm.core.vocab.text import (
-    decode,
-    decode_bytes,
-    encode,
-    encode_chat,
-    encode_continuation,
-)
+from genlm.core.vocab.text import decode, decode_bytes, encode, encode_chat, encode_continuation
 
 
 class TextMethods:

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genlm.core.queries.generations import (
-    Generation,
-    Integers64,
-    Source,
-    first_generation,
-)
+from genlm.core.queries.generations import Generation, Integers64, Source, first_generation
 
 
 def joined_generation(

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from genlm.core.base.errors import EvaluationError
-from genlm.core.queries.query import (
-    ROW_ONLY,
-    Completion,
-    Query,
-    Reduced,
-    TokenScores,
-)
+from genlm.core.queries.query import ROW_ONLY, Completion, Query, Reduced, TokenScores
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.rows.outputs import reduce_rows

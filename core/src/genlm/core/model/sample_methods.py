@@ -283,7 +283,7 @@ class SampleMethods:
 def _sequence_error(error: Exception, places: Sequence[int] | None) -> Exception:
     """Return the error of the first failed sequence of a group query.
 
-    In a batch, the error has those of `places`, the places of the sequences, that failed.
+    In a batch, `places` are those of the sequences, and the error lists the failed ones.
     """
     cause, failed = error, tuple(range(len(places or ())))
     if isinstance(error, PopulationError):

@@ -172,7 +172,7 @@ def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def checked_values(computed: Any, count: int, size: int, method: str) -> GroupValues:
-    """Return rows over `size` ids, or logits, of `count` sequences, without an autograd graph.
+    """Check the rows over `size` ids, or the logits, of `count` sequences, and detach them.
 
     Raises:
         EvaluationError: The result is not `GroupValues` of a tensor, or the tensor has another

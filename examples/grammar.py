@@ -1,8 +1,8 @@
 """Weighted samples from a grammar (regular expression, JSON schema), one context at a time.
 
-xgrammar computes which tokens may follow. Samples from these alone are biased towards texts
-that begin likely and continue unlikely. The weight, the product of the probabilities of the
-allowed sets, corrects that; its mean estimates the probability of the grammar without bias.
+Samples from the masks of xgrammar are biased towards texts that begin likely and continue
+unlikely. The weight, the product of the probabilities of the allowed sets, corrects that. The
+masks of xgrammar 0.2 lack some tokens, such as "rror"; those of `genlm.constraints` do not.
 """
 
 import asyncio

@@ -208,6 +208,26 @@ def test_tensors_take_few_more_bytes_than_their_values() -> None:
     assert torch.equal(values.logprobs, tokens.logprobs)
 
 
+def test_the_rows_of_populations_are_sent_as_rows() -> None:
+    columns = torch.randn(3, SIZE)
+    group = GroupResult((columns,), {1: ValueError("no row")})
+    packed = TRANSPORT.pack_completions([Completion(0, group)], SIZE)
+    assert packed.rows is not None
+    assert packed.rows.ctypes.data == columns.data_ptr()
+    row, several = torch.randn(SIZE), GroupResult((columns, columns + 1), {})
+    other = GroupResult((columns[:, :2],), {})
+    sent = [Completion(i, each) for i, each in enumerate((row, group, several, other))]
+    packed = TRANSPORT.pack_completions(sent, SIZE)
+    packed.rows.setflags(write=False)  # type: ignore[union-attr]
+    results: list[Any] = [each.result for each in TRANSPORT.unpack_completions(packed)]
+    assert torch.equal(results[0], row)
+    assert [str(error) for error in results[1].errors.values()] == ["no row"]
+    for found, right in zip(results[1:], (group, several, other), strict=True):
+        for column, expected in zip(found.columns, right.columns, strict=True):
+            assert torch.equal(column, expected)
+            column.zero_()
+
+
 def test_results_that_cannot_be_sent_or_loaded_fail_alone(
     elsewhere: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

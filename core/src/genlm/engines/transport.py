@@ -39,8 +39,9 @@ class PackedCompletions(NamedTuple):
 
     Attributes:
         data: The pickled results without rows.
-        rows: Rows in the order of the results, shape `(n, vocab_size)`, float32; None if there
-            are no rows. The caller chooses how to send them.
+        rows: Rows in the order of the results, also those of populations, shape
+            `(n, vocab_size)`, float32; None if there are no rows. The caller chooses how to
+            send them.
     """
 
     data: bytes
@@ -134,19 +135,21 @@ class Transport:
             else:
                 counts.append(_RESULT)
                 values.append(result)
-        places: list[int] = []
-        rows: list[torch.Tensor] = []
+        blocks: list[tuple[int, torch.Tensor]] = []  # places of results, and their rows
         for place, value in enumerate(values):
             if _is_row(value, vocab_size):
-                places.append(place)
-                rows.append(value.detach())
+                blocks.append((place, value.detach()[None]))
                 values[place] = None
+            elif isinstance(value, GroupResult) and _are_rows(value.columns, vocab_size):
+                blocks.append((place, value.columns[0].detach()))
+                values[place] = _with_picklable_errors(value._replace(columns=()))
             else:
                 values[place] = _with_picklable_errors(value)
+        places = [(place, len(rows)) for place, rows in blocks]
         data = self._pack(values, self._unsendable_result)
         return PackedCompletions(
             pickle.dumps((ids, counts, places, data), pickle.HIGHEST_PROTOCOL),
-            torch.stack(rows).cpu().numpy() if rows else None,
+            _joined([rows for _, rows in blocks]) if blocks else None,
         )
 
     def unpack_completions(self, packed: PackedCompletions) -> list[Completion]:
@@ -159,10 +162,15 @@ class Transport:
             )
 
         values = _unpack(data, load_error)
-        for index, place in enumerate(places):
+        begin = 0
+        for place, count in places:
             assert packed.rows is not None  # noqa: S101 - there are rows
-            values[place] = row = torch.empty(packed.rows.shape[1], dtype=torch.float32)
-            row.numpy()[:] = packed.rows[index]
+            group, size = values[place], packed.rows.shape[1]
+            is_group = isinstance(group, GroupResult)
+            rows = torch.empty((count, size) if is_group else (size,), dtype=torch.float32)
+            rows.view(count, size).numpy()[:] = packed.rows[begin : begin + count]
+            values[place] = group._replace(columns=(rows,)) if is_group else rows
+            begin += count
         completions, begin = [], 0
         for (query_id, is_checked), count in zip(ids, counts, strict=True):
             end = begin + (count if count >= 0 else 1)
@@ -262,6 +270,19 @@ def _is_row(value: object, vocab_size: int) -> bool:
         and value.dtype == torch.float32
         and value.shape == (vocab_size,)
     )
+
+
+def _are_rows(columns: tuple[torch.Tensor, ...], vocab_size: int) -> bool:
+    """Whether the columns of a population are its rows."""
+    if len(columns) != 1 or columns[0].dtype != torch.float32:
+        return False
+    return columns[0].ndim == 2 and columns[0].shape[1] == vocab_size
+
+
+def _joined(blocks: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return rows as one array; a single block in main memory is not copied."""
+    rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+    return rows.cpu().contiguous().numpy()
 
 
 def picklable_error(error: Exception) -> Exception:

@@ -121,6 +121,17 @@ def test_populations_that_exceed_the_places_together_are_computed_in_turn(
         assert begun()[0] <= (6 if places == 64 else 6 * 3 * steps // 3)
 
 
+def test_the_rows_of_a_population_are_freed_when_the_caller_drops_them(
+    llm: genlm.AsyncLM,
+) -> None:
+    rows = llm.population(PROMPT, 4).next_token_logprobs_sync()
+    address = rows.untyped_storage().data_ptr()
+    del rows
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert all(each.untyped_storage().data_ptr() != address for each in tensors)
+
+
 @pytest.mark.usefixtures("free")
 def test_members_grow_through_several_blocks(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
     generator = np.random.default_rng(1)

@@ -173,7 +173,8 @@ class RowWorker:
             with _default_stream(self.device):
                 self._unsent = self._rows.collect(parts)
         if not (self._sends_results and self._unsent):
-            return self._unsent, False
+            results, self._unsent = self._unsent, []  # or rows would live until the next step
+            return results, False
         sizes = itertools.accumulate(map(_tensor_bytes, self._unsent))
         count = max(1, sum(size <= _MAX_REPLY_BYTES for size in sizes))
         results, self._unsent = self._unsent[:count], self._unsent[count:]

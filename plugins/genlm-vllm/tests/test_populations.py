@@ -125,11 +125,13 @@ def test_the_rows_of_a_population_are_freed_when_the_caller_drops_them(
     llm: genlm.AsyncLM,
 ) -> None:
     rows = llm.population(PROMPT, 4).next_token_logprobs_sync()
-    address = rows.untyped_storage().data_ptr()
+    memory = rows.data_ptr(), rows.untyped_storage().nbytes()
     del rows
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    assert all(each.untyped_storage().data_ptr() != address for each in tensors)
+    storages = [
+        each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor
+    ]
+    assert memory not in {(each.data_ptr(), each.nbytes()) for each in storages}
 
 
 @pytest.mark.usefixtures("free")

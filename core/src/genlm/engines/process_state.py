@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -73,60 +73,32 @@ def preserve_process_state(**variables: str) -> Iterator[None]:
         **variables: Environment variables to set while the body runs.
     """
     with ExitStack() as stack:
-        for save in (_save_environment, _save_random_state, _save_torch_settings, _save_hooks):
-            stack.callback(save())
+        stack.callback(_restore_environment, dict(os.environ))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        stack.callback(_restore_threads, torch.get_num_threads())
+        # vLLM disables it. The last callback is called first, before the one above.
+        stack.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(setattr, logging.root, "handlers", list(logging.root.handlers))
+        stack.callback(logging.root.setLevel, logging.root.level)
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)
         os.environ.update(variables)
         yield
 
 
-def _save_environment() -> Callable[[], None]:
-    before = dict(os.environ)
-
-    def restore() -> None:
-        for name in set(os.environ) - set(before):
-            os.environ.pop(name, None)
-        for name, value in before.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
-
-    return restore
+def _restore_environment(before: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        os.environ.pop(name, None)
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
-def _save_random_state() -> Callable[[], None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.get_rng_state_all() if on_cuda else []
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-    return restore
-
-
-def _save_torch_settings() -> Callable[[], None]:
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
-
-    def restore() -> None:
-        torch.set_num_threads = set_threads  # vLLM disables it
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
-
-    return restore
-
-
-def _save_hooks() -> Callable[[], None]:
-    handlers, level, hook = list(logging.root.handlers), logging.root.level, sys.excepthook
-
-    def restore() -> None:
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
-        sys.excepthook = hook
-
-    return restore
+def _restore_threads(count: int) -> None:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)

@@ -98,11 +98,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before its content is computed.
-
-    Raises:
-        typer.BadParameter: The file cannot be written.
-    """
+    """Refuse a file that cannot be written, before its content is computed."""
     existed = path.exists()
     try:
         path.open("a").close()

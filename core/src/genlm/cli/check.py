@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,8 @@ import typer
 
 from genlm.cli.arguments import JsonOption, SeedOption, backends, bad_value, checked_dtype
 from genlm.cli.output import print_json
-from genlm.core.base.errors import GenlmError, MissingRequirementError
+from genlm.core.base.error_handling import import_required
+from genlm.core.base.errors import GenlmError
 
 if TYPE_CHECKING:
     from genlm.testing.report import Report
@@ -61,7 +61,7 @@ def check(
     Exit code 0: no check failed. 1: a check failed, or the backend is unknown or unusable.
     2: an option is invalid, or names an unknown check.
     """
-    _require_hypothesis()
+    import_required("hypothesis", "genlm check", "'genlm-core[testing]'")
     if dtype is not None and model is None:
         raise bad_value(
             "--dtype",
@@ -113,10 +113,3 @@ def _run_cases(run: Run, *, quiet: bool, fail_fast: bool) -> Report:
         if fail_fast and run.fails(outcome):
             break
     return Report(run, outcomes)
-
-
-def _require_hypothesis() -> None:
-    if importlib.util.find_spec("hypothesis") is None:
-        raise MissingRequirementError(
-            "genlm check", ["hypothesis"], "pip install 'genlm-core[testing]'"
-        )

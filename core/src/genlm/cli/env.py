@@ -18,6 +18,7 @@ from genlm.cli.output import print_json
 from genlm.cli.tested_versions import installed_version, tested_versions
 from genlm.core.base.errors import GenlmError, describe_error
 from genlm.core.plugins.lookup import list_backends
+from genlm.engines.memory import free_memory_bytes
 
 _WITHOUT_PLUGINS = ("genlm-core", "genlm-backend", "genlm-lm-eval")
 
@@ -74,7 +75,7 @@ def environment() -> dict[str, Any]:
             "platform": platform.platform(),
             "processor": _processor(),
             "cores": _cores(),
-            "free memory": _free_memory(),
+            "free memory": f"{free_memory_bytes() / 2**30:.1f} GiB",
         },
         "libraries": _versions(sorted(_libraries(distributions, plugins))),
         "devices": _devices(),
@@ -109,12 +110,6 @@ def _processor() -> str:
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?"
     return f"{os.cpu_count()}, usable: {usable}"
-
-
-def _free_memory() -> str:
-    from genlm.engines.memory import free_memory_bytes
-
-    return f"{free_memory_bytes() / 2**30:.1f} GiB"
 
 
 def _devices() -> dict[str, str]:

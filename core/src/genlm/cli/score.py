@@ -234,10 +234,10 @@ def _check_lengths(
             )
         return
     limit = max_context + 1
-    lengths = {text.line: len(item.ids) for text, item in zip(texts, encoded, strict=True)}
-    long = {line: size for line, size in lengths.items() if size > limit}
+    lengths = ((text.line, len(item.ids)) for text, item in zip(texts, encoded, strict=True))
+    long = [(line, length) for line, length in lengths if length > limit]
     if long:
-        line, length = next(iter(long.items()))
+        line, length = long[0]
         total = f"; lines that are too long: {len(long)}" if len(long) > 1 else ""
         raise bad_value(
             "FILE",

@@ -50,13 +50,10 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise bad_value("FILE", f"line {number} is empty; remove empty lines")
-        is_json = form == "jsonl"
-        text = (
-            _parse_json_line(number, line, hint)
-            if is_json
-            else LineOfText(number, line, None, {})
-        )
-        texts.append(text)
+        if form == "jsonl":
+            texts.append(_parse_json_line(number, line, hint))
+        else:
+            texts.append(LineOfText(number, line, None, {}))
     return texts
 
 

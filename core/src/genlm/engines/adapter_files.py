@@ -79,14 +79,11 @@ def read_lora_config(
         AdapterError: The folder contains no LoRA adapter, its settings cannot be read, or the
             engine does not support one of them.
     """
-    config = _read_config(name, Path(folder))
+    config, adapter = _read_config(name, Path(folder)), f"adapter {name!r} in {str(folder)!r}"
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} is of type {kind}; only LORA adapters are "
-            f"supported"
-        )
-    _check_scale(name, folder, config)
+        raise AdapterError(f"{adapter} is of type {kind}; only LORA adapters are supported")
+    _check_scale(adapter, config)
     unsupported = {
         key: value
         for key, value in config.items()
@@ -96,10 +93,9 @@ def read_lora_config(
     if unsupported:
         settings = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
         raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} has {settings}, which {engine} does not "
-            f"support; convert it to a plain LoRA adapter (for other values of "
-            f"init_lora_weights: path_initial_model_for_weight_conversion of peft's "
-            f"save_pretrained)"
+            f"{adapter} has {settings}, which {engine} does not support; convert it to a plain "
+            f"LoRA adapter (for other values of init_lora_weights: "
+            f"path_initial_model_for_weight_conversion of peft's save_pretrained)"
         )
     return config
 
@@ -122,17 +118,12 @@ def _read_config(name: str, folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _check_scale(name: str, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+def _check_scale(adapter: str, config: Mapping[str, Any]) -> None:
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)  # peft's defaults
     if not (isinstance(rank, int) and rank > 0):
-        raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} has r={rank!r}; a rank is a positive integer"
-        )
+        raise AdapterError(f"{adapter} has r={rank!r}; a rank is a positive integer")
     if not (isinstance(alpha, (int, float)) and math.isfinite(alpha)):
-        raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} has lora_alpha={alpha!r}, which is not a "
-            f"finite number"
-        )
+        raise AdapterError(f"{adapter} has lora_alpha={alpha!r}, which is not a finite number")
 
 
 def _is_supported(key: str, supported: Collection[str] | None) -> bool:

@@ -31,11 +31,7 @@ class AdapterTable(abc.ABC, Generic[T]):
         return tuple(self.loaded)
 
     def check_loaded(self, name: str) -> None:
-        """Check that an adapter is loaded.
-
-        Raises:
-            UnknownAdapterError: The adapter is not loaded.
-        """
+        """Raise `UnknownAdapterError` unless an adapter is loaded."""
         if name not in self.loaded:
             raise UnknownAdapterError(name, self.loaded)
 

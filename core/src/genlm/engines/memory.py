@@ -129,10 +129,13 @@ def _group_bounds(
 
 
 def _reclaimable(statistics: Path, prefix: str) -> int:
-    """Return the memory of a group that the kernel frees on demand."""
-    fields = _fields(statistics)
+    """Return the memory of a group that the kernel frees on demand.
+
+    A line of the statistics is a name and a number.
+    """
     kinds = (f"{prefix}inactive_file", f"{prefix}active_file", "slab_reclaimable")
-    return sum(fields.get(kind, 0) for kind in kinds)
+    words = (line.split() for line in _lines(statistics))
+    return sum(int(number) for name, number, *_ in words if name in kinds)
 
 
 def _address_space_bounds() -> Iterator[_Bound]:
@@ -174,9 +177,3 @@ def _number(path: Path) -> int | None:
     """Return the number in a file; None for `max` and for other contents."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers in a file by name; a line is a name and a number."""
-    words = (line.split() for line in _lines(path))
-    return {name: int(number) for name, number, *_ in words if number.isdecimal()}

@@ -106,6 +106,8 @@ async def steer(
         TypeError: An argument, or the result of the potential, is of another type.
         GenlmError: As `Population.draw`.
     """
+    from tqdm.auto import tqdm
+
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
     particles = _first_particles(llm, prompt, size, log_weights)
@@ -136,7 +138,7 @@ async def steer(
     lengths = population.lengths[~population.finished].tolist()
     room = (llm.max_context or math.inf) + 1 - max(lengths, default=0)
     steps = int(min(max_tokens, room))
-    with _progress_bar(steps, is_shown=progress) as bar:
+    with tqdm(total=steps, desc="steer", unit="step", disable=not progress) as bar:
         for step in range(1, steps + 1):
             particles = await particle_filter.step(is_last=step == steps)
             _show(bar, particles)
@@ -364,12 +366,6 @@ def _checked_logs(
             f"first at index {wrong.argmax()}; expected finite numbers or -inf"
         )
     return potentials
-
-
-def _progress_bar(total: int, *, is_shown: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc="steer", unit="step", disable=not is_shown)
 
 
 def _show(bar: Any, particles: Particles) -> None:

@@ -163,7 +163,7 @@ def test_ends_are_one_or_several_ids(llm):
     for stop in (PAD, {PAD}, torch.tensor([PAD])):
         reader = asyncio.run(reading(llm, b"ab", stop=stop))
         np.testing.assert_array_equal(reader.probabilities(), expected)
-    with pytest.raises(TypeError, match="takes token ids, not texts"):
+    with pytest.raises(TypeError, match="expected token ids, not texts"):
         genlm.ByteReader(llm, stop="a")
 
 

@@ -14,15 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from genlm.constraints.text_tokens import PerVocabulary
 from genlm.core.base.blocking import blocking
-from genlm.core.base.recent_values import recent_value
-from genlm.core.base.validation import checked_integer, checked_number, checked_stop
+from genlm.core.base.validation import checked_integer, checked_number
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.trie.trie import TokenCharacterTrie
@@ -99,13 +98,10 @@ class ByteReader:
         threshold = checked_number("prune_threshold", prune_threshold)
         if threshold > 1:
             raise ValueError(f"prune_threshold={prune_threshold}; it must be from 0 to 1")
-        ends, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
-        if stop_texts:
-            raise TypeError(f"stop={stop!r}; a ByteReader takes token ids, not texts")
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self.is_exact = True
         self.prune_threshold = threshold
-        self._trie, self._excluded = _trie_of(llm.vocabulary, ends)
+        self._trie, self._excluded = _tries.get(llm.vocabulary, stop)
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
 
@@ -282,23 +278,19 @@ class ByteReader:
         return row
 
 
-_Trie: TypeAlias = tuple[TokenCharacterTrie, list[int]]
-"""The trie of a vocabulary, and its excluded tokens."""
+def _build_trie(
+    vocabulary: Vocabulary, stop: npt.NDArray[np.int64]
+) -> tuple[TokenCharacterTrie, list[int]]:
+    """Return the trie of a vocabulary for given stop tokens, and the excluded tokens."""
+    symbols: list[Any] = list(vocabulary.byte_vocab)
+    ends = stop.tolist()
+    without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
+    excluded = (vocabulary.special_ids | without_bytes).difference(ends)
+    for token_id in ends:  # unique symbols, in place of no bytes or of the bytes of a name
+        symbols[token_id] = (ByteReader.STOP, token_id)
+    # Compiled code would reduce all nodes; readers need the children of one.
+    return TokenCharacterTrie(symbols, compiled=False), sorted(excluded)
 
-_tries: WeakKeyDictionary[Vocabulary, dict[frozenset[int], _Trie]] = WeakKeyDictionary()
-"""Tries of vocabularies, by ends; readers share them, and never change them."""
 
-
-def _trie_of(vocabulary: Vocabulary, ends: frozenset[int]) -> _Trie:
-    """Return the trie of a vocabulary with the given ends."""
-
-    def build() -> _Trie:
-        symbols: list[Any] = list(vocabulary.byte_vocab)
-        without_bytes = {token_id for token_id, text in enumerate(symbols) if not text}
-        excluded = (vocabulary.special_ids | without_bytes) - ends
-        for token_id in ends:  # unique symbols, in place of no bytes or of the bytes of a name
-            symbols[token_id] = (ByteReader.STOP, token_id)
-        # Compiled code would reduce all nodes; readers need the children of one.
-        return TokenCharacterTrie(symbols, compiled=False), sorted(excluded)
-
-    return recent_value(_tries.setdefault(vocabulary, {}), ends, build)
+_tries = PerVocabulary(_build_trie)
+"""Readers share the tries, and never change them."""

@@ -50,7 +50,7 @@ def language(request) -> Any:
         ({"text": "a"}, TypeError, "text='a'; texts of languages are bytes"),
         ({"text": None}, TypeError, "text=None; texts of languages are bytes"),
         ({"text": b"b"}, ValueError, "begins with b'b'"),
-        ({"stop": "x"}, TypeError, "stop='x'; texts of languages end with token ids"),
+        ({"stop": "x"}, TypeError, "stop='x'; expected token ids"),
         ({"stop": 1.5}, TypeError, "stop=1.5; expected"),
         ({"stop": [True]}, TypeError, "stop has True"),
         ({"stop": [99]}, genlm.TokenIdError, "token id 99 at position 0 of stop"),

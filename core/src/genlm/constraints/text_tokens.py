@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, SupportsIndex, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,7 +45,7 @@ class PerVocabulary(Generic[T]):
         self._build = build
         self._values: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
 
-    def get(self, vocabulary: Vocabulary, stop: Integers | None) -> T:
+    def get(self, vocabulary: Vocabulary, stop: Integers | SupportsIndex | None) -> T:
         """Return the value for a vocabulary.
 
         Args:
@@ -59,7 +59,7 @@ class PerVocabulary(Generic[T]):
         """
         stop_ids, stop_texts = checked_stop(stop, vocabulary.size, vocabulary.eos_token_id)
         if stop_texts:
-            raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
+            raise TypeError(f"stop={stop!r}; expected token ids, not texts")
         ids = np.array(sorted(stop_ids), np.int64)
         values = self._values.setdefault(vocabulary, {})
         return recent_value(values, ids.tobytes(), lambda: self._build(vocabulary, ids))

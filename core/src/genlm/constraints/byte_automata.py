@@ -67,11 +67,8 @@ def utf8_table() -> ByteTable:
 
 def complement(table: ByteTable) -> ByteTable:
     """Return the automaton of the valid UTF-8 texts that `table` does not accept."""
-    states = len(table.accepting)
-    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
-    successors[successors == NO_STATE] = states
-    opposite = ByteTable(successors, ~np.append(table.accepting, [False]))
-    return product(opposite, utf8_table(), np.logical_and)
+    successors, accepting = _with_dead_state(table)
+    return product(ByteTable(successors, ~accepting), utf8_table(), np.logical_and)
 
 
 def product(
@@ -81,20 +78,14 @@ def product(
 
     Reachable pairs of states are enumerated layer by layer.
     """
-    width = len(second.accepting) + 1  # the last state of both is dead
-    tables = [
-        np.vstack([automaton.successors, np.full((1, 256), NO_STATE)])
-        for automaton in (first, second)
-    ]
-    flags = [np.append(automaton.accepting, [False]) for automaton in (first, second)]
-    for table in tables:
-        table[table == NO_STATE] = len(table) - 1
-    is_reached = np.zeros(len(tables[0]) * width, np.bool_)
+    first, second = _with_dead_state(first), _with_dead_state(second)
+    width = len(second.accepting)
+    is_reached = np.zeros(len(first.accepting) * width, np.bool_)
     is_reached[0] = True
     layers, rows = [np.zeros(1, np.int64)], []
     while layers[-1].size:
         pairs = layers[-1]
-        after = tables[0][pairs // width] * width + tables[1][pairs % width]
+        after = first.successors[pairs // width] * width + second.successors[pairs % width]
         rows.append(after)
         new = np.unique(after)
         new = new[~is_reached[new]]
@@ -103,7 +94,7 @@ def product(
     pairs = np.concatenate(layers)
     number = np.empty(len(is_reached), np.int64)
     number[pairs] = np.arange(len(pairs))
-    accepting = accepts(flags[0][pairs // width], flags[1][pairs % width])
+    accepting = accepts(first.accepting[pairs // width], second.accepting[pairs % width])
     return ByteTable(number[np.concatenate(rows)], accepting)
 
 
@@ -116,12 +107,9 @@ def minimise(table: ByteTable) -> ByteTable:
 
     States from which no accepting state can be reached become -1; state 0 always remains.
     """
-    dead = len(table.accepting)
-    accepting = np.append(table.accepting, [False])
-    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
-    successors[successors == NO_STATE] = dead
+    successors, accepting = _with_dead_state(table)
     is_live = live_states(distinct_edges([successors]), accepting)
-    successors[~is_live[successors]] = dead
+    successors[~is_live[successors]] = len(table.accepting)
     # Bytes with equal successors have one column.
     distinct = {column.tobytes(): column for column in successors.T.copy()}
     columns = np.stack(list(distinct.values()))
@@ -129,6 +117,13 @@ def minimise(table: ByteTable) -> ByteTable:
     if classes is None:
         classes = _hopcroft(columns, accepting, is_live)
     return _merge_states(successors, accepting, classes)
+
+
+def _with_dead_state(table: ByteTable) -> ByteTable:
+    """Return the automaton with one more state, which is the successor in place of -1."""
+    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
+    successors[successors == NO_STATE] = len(table.accepting)
+    return ByteTable(successors, np.append(table.accepting, [False]))
 
 
 def _moore(columns: States, accepting: Flags, is_live: Flags) -> States | None:

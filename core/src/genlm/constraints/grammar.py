@@ -129,11 +129,7 @@ class Grammar(Language):
     ) -> Constraint:
         """Return the constraint of `size` members; see `Language.start`.
 
-        Args:
-            llm: As `Language.start`.
-            size: As `Language.start`.
-            text: As `Language.start`; valid UTF-8 for llguidance.
-            stop: As `Language.start`.
+        For llguidance, `text` must be valid UTF-8.
 
         Raises:
             ValueError: As `Language.start`, or the library cannot compile the grammar.

@@ -154,11 +154,7 @@ class Constraint(ABC):
         return run_blocking(self.draw(population, **options))
 
     def _check_size(self, population: Population) -> None:
-        """Refuse a population of another size.
-
-        Raises:
-            ValueError: The population has another size.
-        """
+        """Raise `ValueError` for a population of another size."""
         if len(population) != len(self):
             raise ValueError(
                 f"a constraint of {len(self)} members for a population of {len(population)}; "

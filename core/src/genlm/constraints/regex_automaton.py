@@ -119,11 +119,7 @@ class Element(Part):
 
     @classmethod
     def compiled(cls, expression: str) -> Element:
-        """Compile an expression.
-
-        Raises:
-            ValueError: The expression is invalid or not supported.
-        """
+        """Compile an expression; raise `ValueError` as `compile_index`."""
         # \z makes the whole text match: else "a|ab" would end at its first alternative. Three
         # bytes precede each text: after the first, the expression matches already, so that
         # regex-automata does not also follow matches that begin later; expressions that match

@@ -131,31 +131,18 @@ class StateConstraint(Immutable, Constraint):
 
 
 def first_states(size: int, state: int = LIVE) -> States:
-    """Return the state of `size` members, all the same.
-
-    Raises:
-        TypeError: `size` is not an integer.
-        ValueError: `size` is negative.
-    """
+    """Return the state of `size` members, all the same; `size` is an integer of at least 0."""
     return np.full(checked_integer("size", size, 0), state)
 
 
 def check_text(text: object) -> None:
-    """Refuse a text that is not bytes.
-
-    Raises:
-        TypeError: `text` is not `bytes`.
-    """
+    """Raise `TypeError` unless a text is bytes."""
     if not isinstance(text, (bytes, bytearray)):
         raise TypeError(f"text={text!r}; texts of languages are bytes, such as b' 20'")
 
 
 def checked_tokens(ids: Integers64, count: int, vocab_size: int) -> Integers64:
-    """Return the tokens of `count` members.
-
-    Raises:
-        ValueError: The shape is not `(count,)`, or an id is outside the vocabulary.
-    """
+    """Return the tokens of `count` members; raise `ValueError` for other shapes or ids."""
     if ids.shape != (count,):
         raise ValueError(f"token ids of shape {ids.shape} for {count} members")
     if count and not -1 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < vocab_size:

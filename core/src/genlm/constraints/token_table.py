@@ -242,11 +242,7 @@ class TokenTable:
         rows.place_of[rows.successors[:end, -1]] = np.arange(end)
 
     def _grow(self, rows: _Rows, capacity: int) -> None:
-        """Make room for the rows of states.
-
-        Raises:
-            MemoryError: Less memory is free.
-        """
+        """Make room for the rows of states; raise `MemoryError` if less memory is free."""
         needed, free = capacity * self._row_bytes, free_memory_bytes()
         if needed > free:
             raise MemoryError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from genlm.core.base.errors import UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.base.errors import UnsupportedCapabilityError
 from genlm.core.base.statistics import Count
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
@@ -114,14 +114,9 @@ class PrefixEngine(BatchEngine):
         super().submit(query)
 
     def submit_group(self, group: GroupQuery) -> None:
-        """Accept the query of a population.
-
-        Raises:
-            UnknownAdapterError: The adapter is not loaded.
-            TokenIdError: The tokenizer has an id for which the model has no embedding.
-        """
-        if group.adapter is not None and group.adapter not in self._adapters.names:
-            raise UnknownAdapterError(group.adapter, self._adapters.names)
+        """Accept the query of a population; errors as `submit`."""
+        if group.adapter is not None:
+            self._adapters.check_loaded(group.adapter)
         if self.vocabulary.size > self._embedding_rows:
             lineage, wanted = group.generation.lineage, group.wanted
             firsts, token_ids = lineage.suffixes(wanted)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from genlm.core.queries.generations import Integers64
 from genlm.prefix.forward import Segment
 
 # Padding up to this many tokens costs less than another pass over the weights.
@@ -23,8 +23,6 @@ _GATHERED_AT_ONCE = 2**16
 
 # Gathering this many slots as padding costs less than another pass over the weights.
 _CHEAP_GATHERING = 4096
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,9 @@ class BatchLimits:
         return min((longest + 1) // 2, longest - _CHEAP_PADDING_TOKENS)
 
 
-def plan_batches(lengths: Sequence[int] | Integers, limits: BatchLimits) -> Iterator[list[int]]:
+def plan_batches(
+    lengths: Sequence[int] | Integers64, limits: BatchLimits
+) -> Iterator[list[int]]:
     """Partition the indices of `lengths` into batches.
 
     The longest sequences come first, so that every batch is padded to its first member and a
@@ -119,7 +119,7 @@ def group_segments(
         yield batch
 
 
-def table_passes(positions: Integers, limits: SegmentLimits) -> Iterator[Integers]:
+def table_passes(positions: Integers64, limits: SegmentLimits) -> Iterator[Integers64]:
     """Divide tokens, each a sequence with one new token, into passes with little padding.
 
     Args:

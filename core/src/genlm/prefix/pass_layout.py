@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.forward import Segment, TableBatch
+from genlm.prefix.forward import Segment, TableBatch, padded_slots
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 
@@ -44,7 +44,7 @@ class PassLayout:
         counts: Integers64,
         pasts: Integers64,
         trunk: Slots,
-        slots: NDArray[np.integer],
+        slots: NDArray[np.int32],
     ) -> None:
         self.tokens, self.writes, self.pasts = tokens, writes, pasts
         self._trunk, self._slots, self._lasts = trunk, slots, pasts + counts - 1
@@ -63,10 +63,7 @@ class PassLayout:
         tokens, writes = np.full(is_new.shape, pad_id), np.full(is_new.shape, SCRATCH_SLOT)
         tokens[is_new] = np.concatenate([segment.tokens for segment in segments])
         writes[is_new] = np.concatenate([segment.writes for segment in segments])
-        is_slot = np.arange(lengths.max()) < lengths[:, None]
-        slots = np.zeros(is_slot.shape, np.int64)
-        slots[is_slot] = np.concatenate([segment.slots for segment in segments])
-        trunk = np.empty(0, np.int64)
+        slots, trunk = padded_slots(segments), np.empty(0, np.int64)
         pasts = lengths - counts
         return cls(tokens, writes, counts=counts, pasts=pasts, trunk=trunk, slots=slots)
 

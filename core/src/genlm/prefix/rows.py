@@ -18,12 +18,7 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.forward import (
-    ForwardFn,
-    ForwardResult,
-    TableBatch,
-    TreeBatch,
-)
+from genlm.prefix.forward import ForwardFn, ForwardResult, TableBatch, TreeBatch
 from genlm.prefix.node import Paths, slots_within
 from genlm.prefix.passes import TreePasses
 from genlm.prefix.populations import Populations
@@ -308,17 +303,13 @@ class PrefixRows:
         )
 
     def _tree_pass(self, batch: TreeBatch) -> torch.Tensor:
-        """Compute a pass over uncached tokens of the tree and return its logits."""
-        result = self.forward(batch)
-        self._count(result)
-        return result.logits
+        return self._counted(self.forward(batch))
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
-        """Compute a pass of a population and return its logits."""
-        result = self.forward.run_table(batch, adapter)
-        self._count(result)
-        return result.logits
+        return self._counted(self.forward.run_table(batch, adapter))
 
-    def _count(self, result: ForwardResult) -> None:
+    def _counted(self, result: ForwardResult) -> torch.Tensor:
+        """Count a pass and return its logits."""
         self._forwards += result.forwards
         self._tokens_computed += result.tokens
+        return result.logits

@@ -75,6 +75,7 @@ class PrefixTree:
         capacity: As above.
         tokens_evicted: Number of tokens that were evicted.
         times_cleared: Number of calls of `clear`.
+        uncached_tokens: Number of tokens that the current batch must compute.
         evict_others: Function that frees about as many slots returned by `allocate` as its
             argument, called only before a batch has new tokens; returns False if there are no
             such slots.
@@ -97,7 +98,7 @@ class PrefixTree:
         self._in_use: set[Node] = set()
         # In the order of `insert`, so that equal batches are computed in equal order.
         self._uncached: dict[Node, None] = {}
-        self._uncached_tokens = 0
+        self.uncached_tokens = 0
         self._places: OrderedDict[tuple[str | None, bytes], _Place] = OrderedDict()
 
     @property
@@ -109,11 +110,6 @@ class PrefixTree:
     def available(self) -> int:
         """Number of slots that are free or contain idle tokens of the tree."""
         return len(self._free) + self._idle_slots
-
-    @property
-    def uncached_tokens(self) -> int:
-        """Number of tokens that the current batch must compute."""
-        return self._uncached_tokens
 
     # -- a batch ----------------------------------------------------------------------
 
@@ -189,7 +185,7 @@ class PrefixTree:
         for node in self._uncached:
             node.computed = len(node.tokens)
         self._uncached.clear()
-        self._uncached_tokens = 0
+        self.uncached_tokens = 0
         nodes = {node for end in ends for node in self._nodes_of(end)}
         self._release()
         self._evict_first(nodes)
@@ -201,7 +197,7 @@ class PrefixTree:
             if not node.tokens:
                 self._in_use.discard(node)
         self._uncached.clear()
-        self._uncached_tokens = 0
+        self.uncached_tokens = 0
         self._release()
 
     # -- between batches --------------------------------------------------------------
@@ -407,7 +403,7 @@ class PrefixTree:
             node.tokens += tokens
             node.slots = np.concatenate((node.slots, slots))
         self._uncached[node] = None
-        self._uncached_tokens += len(tokens)
+        self.uncached_tokens += len(tokens)
         return node
 
     def _split(self, node: Node, length: int) -> Node:

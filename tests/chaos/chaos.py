@@ -208,7 +208,7 @@ class _Chaos:
             self._waited_for(lm.clear_kv_cache)
 
     def _waited_for(self, call: Callable[[], T]) -> T:
-        return call_within(call, self._timeout_s)
+        return call_within(call, self._timeout_s, f"the call {call}")
 
     def _expect_sums(self, lm: AsyncLM, callers: list[Caller]) -> None:
         found = lm.statistics()

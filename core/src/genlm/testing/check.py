@@ -61,22 +61,14 @@ def engine_check(
     oracle: bool = False,
 ) -> Callable[[Callable[[EngineFixture], None]], Check]:
     """Create a check from a function of an `EngineFixture`; `Check` describes the arguments."""
-
-    def decorate(function: Callable[[EngineFixture], None]) -> Check:
-        return Check(function, "engine", needs, oracle, member)
-
-    return decorate
+    return lambda function: Check(function, "engine", needs, oracle, member)
 
 
 def trie_check(
     *, member: str | None = None
 ) -> Callable[[Callable[[TrieFixture], None]], Check]:
     """Create a check from a function of a `TrieFixture`; `Check` describes the arguments."""
-
-    def decorate(function: Callable[[TrieFixture], None]) -> Check:
-        return Check(function, "trie", member=member)
-
-    return decorate
+    return lambda function: Check(function, "trie", member=member)
 
 
 # -- outcomes of a check -----------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ def numpy_targets(folder: Path) -> Iterator[TrieTarget]:
         folder: Unused.
     """
     del folder
-    yield TrieTarget(model="numpy", build=functools.partial(_trie, compiled=False))
+    trie = get_trie("numpy")
+    yield TrieTarget(model="numpy", build=functools.partial(trie, compiled=False))
     if importlib.util.find_spec("numba") is not None:
-        yield TrieTarget(model="compiled", build=functools.partial(_trie, compiled=True))
+        yield TrieTarget(model="compiled", build=functools.partial(trie, compiled=True))
 
 
 def _text(seed: int) -> bytes:
@@ -82,7 +83,3 @@ def _exact_oracle(
 
     # An n-gram model ignores older tokens, by definition.
     return lambda token_ids, adapter: row(token_ids[1 - ORDER :], adapter)
-
-
-def _trie(items: Sequence[Any], *, compiled: bool) -> Any:
-    return get_trie("numpy")(items, compiled=compiled)

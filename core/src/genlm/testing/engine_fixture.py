@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, Capability, Context, OutputCache
+from genlm import AsyncLM, Capability, Context, OutputCache, Population
 from genlm.plugin import describe_error
 from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
-from genlm.testing.strategies import TokenTuple, sequences
+from genlm.testing.strategies import TokenTuple
 from genlm.testing.target import EngineTarget
 
 T = TypeVar("T")
@@ -82,31 +82,26 @@ class EngineFixture(Fixture):
 
     # -- models -----------------------------------------------------------------------
 
-    def load(
-        self, probe: EngineProbe | None = None, *, adapters: bool = False, **options: Any
-    ) -> AsyncLM:
+    def load(self, *, adapters: bool = False, **options: Any) -> AsyncLM:
         """Load the target's model; it is closed with the fixture.
 
         Args:
-            probe: Wraps the engine.
             adapters: Whether to load the target's adapters too.
             **options: Options of `EngineTarget.load`.
         """
-        if probe is not None:
-            options["watch"] = probe
         lm = self.call(lambda: self.target.load(**options))
         self._resources.callback(self.call, lm.close)
-        if probe is not None:
-            self._resources.callback(probe.release)
         if adapters:
             for name, path in self.target.adapters.items():
-                self.call(functools.partial(lm.load_lora, path, name))
+                self.call(lm.load_lora, path, name)
         return lm
 
     def load_probed(self, **options: Any) -> tuple[AsyncLM, EngineProbe]:
         """Load the model with a probe around its engine."""
         probe = EngineProbe(self.timeout_s)
-        return self.load(probe, **options), probe
+        lm = self.load(watch=probe, **options)
+        self._resources.callback(probe.release)
+        return lm, probe
 
     @functools.cached_property
     def lm(self) -> AsyncLM:
@@ -135,12 +130,17 @@ class EngineFixture(Fixture):
         return max(_MEMBERS, getattr(self.lm.engine, "smallest_group", 0))
 
     def sequences(self, *, shorter_by: int = 0) -> st.SearchStrategy[TokenTuple]:
-        """Sequences of the target's ids.
+        """Sequences of at least one of the target's ids, half of them long.
+
+        Lists of Hypothesis have about six elements, fewer than the windows and blocks of
+        engines.
 
         Args:
             shorter_by: Number of tokens that a check appends to them.
         """
-        return sequences(self.token_ids, max(1, self.max_length - shorter_by))
+        ids, longest = st.sampled_from(self.token_ids), max(1, self.max_length - shorter_by)
+        long = st.lists(ids, min_size=max(1, longest // 2), max_size=longest)
+        return st.one_of(st.lists(ids, min_size=1, max_size=longest), long).map(tuple)
 
     def batches(self, max_size: int = 6) -> st.SearchStrategy[list[TokenTuple]]:
         """Ragged batches, possibly with duplicates."""
@@ -288,6 +288,15 @@ class EngineFixture(Fixture):
         """Request the row of a context; raise `CheckFailure` unless it is the expected row."""
         row = self.run(context.next_token_logprobs())
         self.check_row(row, context.token_ids, adapter, **example)
+
+    def check_population(
+        self, population: Population, expected: Sequence[TokenTuple], /, **example: Any
+    ) -> None:
+        """Raise `CheckFailure` unless the members and their rows are the expected ones."""
+        members = [context.token_ids for context in population]
+        expect(members == list(expected), f"members {expected}", members, **example)
+        rows = self.run(population.next_token_logprobs())
+        self.check_rows(rows, expected, **example)
 
     def check_logprobs(self, logprobs: Any, expected: Any, /, **example: Any) -> None:
         """Raise `CheckFailure` unless log-probabilities are those expected, up to rounding.

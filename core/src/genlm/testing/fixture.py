@@ -128,27 +128,29 @@ class Fixture:
 
         return self.run(await_all())
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a function on a separate thread.
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function with some arguments on a separate thread.
 
         Raises:
             CheckTimeout: It took longer than `timeout_s`.
         """
-        return call_within(function, self.timeout_s)
+        what = f"the call {getattr(function, '__qualname__', repr(function))}"
+        return call_within(functools.partial(function, *arguments), self.timeout_s, what)
 
     def expect_error(
-        self, error: type[BaseException], call: Callable[[], Any], /, **example: Any
+        self,
+        error: type[BaseException],
+        function: Callable[..., Any],
+        /,
+        *arguments: Any,
+        **example: Any,
     ) -> None:
         """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`."""
-
-        async def await_result(coroutine: Any) -> Any:
-            return await coroutine
-
         result: Any
         try:
-            result = self.call(call)
+            result = self.call(function, *arguments)
             if inspect.isawaitable(result):
-                result = self.run(await_result(result))
+                [result] = self.gather([result])
         except Exception as raised:  # noqa: BLE001 - checked below
             result = raised
         self.expect_raised(error, result, **example)
@@ -189,13 +191,13 @@ def _logged_errors() -> Iterator[list[str]]:
 # -- threads -------------------------------------------------------------------------------
 
 
-def call_within(function: Callable[[], T], timeout_s: float, what: str = "") -> T:
+def call_within(function: Callable[[], T], timeout_s: float, what: str) -> T:
     """Call a function on a separate thread.
 
     Args:
         function: The function.
         timeout_s: Time limit.
-        what: Description of the call for `CheckTimeout`, by default the function's name.
+        what: Description of the call for `CheckTimeout`.
 
     Raises:
         CheckTimeout: The call took longer than `timeout_s`.
@@ -204,8 +206,7 @@ def call_within(function: Callable[[], T], timeout_s: float, what: str = "") -> 
     future = _start_call(function)
     done, _ = concurrent.futures.wait([future], timeout_s)
     if not done:
-        name = getattr(function, "__qualname__", repr(function))
-        raise CheckTimeout(what or f"the call {name}", timeout_s)
+        raise CheckTimeout(what, timeout_s)
     return future.result()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from genlm import Capability, Completion, Engine, Query, Vocabulary
@@ -123,12 +124,16 @@ class EngineProbe(StepGate):
         self.engine = engine
         return self
 
-    async def start_held(self, *requests: Awaitable[Any]) -> list[asyncio.Future[Any]]:
-        """Start requests and wait until the engine's next step, which is held, begins."""
+    @asynccontextmanager
+    async def held(self, *requests: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+        """Start requests; hold the engine's next step, which has begun, during the context."""
         self.hold()
-        tasks: list[asyncio.Future[Any]] = list(map(asyncio.ensure_future, requests))
-        await on_thread(self.wait_until_entered, len(self.in_step) + 1)
-        return tasks
+        try:
+            tasks: list[asyncio.Future[Any]] = list(map(asyncio.ensure_future, requests))
+            await on_thread(self.wait_until_entered, len(self.in_step) + 1)
+            yield tasks
+        finally:
+            self.release()
 
     # -- the engine -------------------------------------------------------------------
 

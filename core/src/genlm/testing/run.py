@@ -255,11 +255,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def find(backend: str) -> BackendInfo:
-    """Describe the installed engine or trie of this name.
-
-    Raises:
-        PluginError: It is not installed or cannot be used.
-    """
+    """Describe the installed engine or trie of a name; errors as `prepared`."""
     tries = {name for info in list_backends("trie") for name in (info.name, info.provider)}
     engines = {name for info in list_backends("engine") for name in (info.name, info.provider)}
     return find_backend(backend, "trie" if backend in tries - engines else "engine")
@@ -268,18 +264,13 @@ def find(backend: str) -> BackendInfo:
 def targets_of(
     info: BackendInfo, folder: Path, model: str | None = None, dtype: str = "float32"
 ) -> list[Target]:
-    """The targets of a backend, or a target of `model`.
+    """The targets of a backend, or a target of `model`; errors as `prepared`.
 
     Args:
         info: An installed backend.
         folder: An empty folder that exists until the run ends.
-        model: A model for the engine to load, to be checked without an oracle.
-        dtype: Dtype in which that model computes.
-
-    Raises:
-        LookupError: The backend has no target, and `model` is None.
-        TypeError: `BackendSpec.conformance` names something other than a target.
-        ValueError: No tolerance is defined for `dtype`.
+        model: See `Settings`.
+        dtype: See `Settings`.
     """
     if model is not None:
         if info.kind == "trie":
@@ -319,16 +310,7 @@ def cases_of(targets: Sequence[Target], info: BackendInfo | None = None) -> list
 def select_cases(
     cases: Sequence[Case], only: Sequence[str], models: Sequence[str]
 ) -> list[Case]:
-    """The cases with these checks and models.
-
-    Args:
-        cases: All cases.
-        only: Ids of checks or of cases; all if empty.
-        models: Names of targets; all if empty.
-
-    Raises:
-        LookupError: A name is unknown.
-    """
+    """The cases that `Settings.only` and `Settings.models` select; errors as `prepared`."""
     _refuse_unknown("check", only, _ids(cases))
     _refuse_unknown("model", models, {case.target.model for case in cases})
     return [

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for token sequences and vocabularies, with their edge cases."""
+"""Near misses of token sequences, and vocabularies with edge cases as Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from hypothesis import strategies as st
 from genlm import Token
 
 TokenTuple = tuple[int, ...]
-
-
-def sequences(token_ids: Sequence[int], max_length: int) -> st.SearchStrategy[TokenTuple]:
-    """Sequences of at least one token, half of them long.
-
-    Lists of Hypothesis have about six elements, fewer than the windows and blocks of engines.
-    """
-    ids = st.sampled_from(token_ids)
-    long = st.lists(ids, min_size=max(1, max_length // 2), max_size=max_length)
-    return st.one_of(st.lists(ids, min_size=1, max_size=max_length), long).map(tuple)
 
 
 def near_misses(sequence: TokenTuple) -> dict[str, TokenTuple]:

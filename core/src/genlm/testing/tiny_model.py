@@ -107,13 +107,11 @@ class TinyModel:
     @functools.cached_property
     def path(self) -> Path:
         """The folder with the model, its tokenizer and its adapters, written on first use."""
+        self._save_model(self._folder, seed=1)
         with torch.random.fork_rng(devices=()), _hidden_progress_bars():
-            model = random_model(self._model_type, self._settings, scale=self._scale)
-            model.save_pretrained(self._folder)
             for seed, path in enumerate(self.adapters.values()):
                 torch.manual_seed(seed + 2)
                 self._save_adapter(path)
-        tiny_tokenizer().save_pretrained(self._folder)
         return self._folder
 
     @functools.cached_property
@@ -155,10 +153,7 @@ class TinyModel:
         changed = copy.copy(self)
         changed.path = self.path / "changed"
         changed._last_pass = {}  # noqa: SLF001
-        with _hidden_progress_bars():
-            model = random_model(self._model_type, self._settings, scale=self._scale, seed=2)
-            model.save_pretrained(changed.path)
-        tiny_tokenizer().save_pretrained(changed.path)
+        self._save_model(changed.path, seed=2)
         return changed
 
     def _logits(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
@@ -180,6 +175,13 @@ class TinyModel:
         if not facts.rope_by_longest and not facts.sparse_attention:
             self._last_pass[adapter] = sequence, logits
         return logits
+
+    def _save_model(self, folder: Path, seed: int) -> None:
+        """Write a model with random weights, and the tokenizer."""
+        model = random_model(self._model_type, self._settings, scale=self._scale, seed=seed)
+        with _hidden_progress_bars():
+            model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
 
     def _save_adapter(self, path: str) -> None:
         import peft

@@ -33,7 +33,7 @@ class TrieFixture(Fixture):
 
     def build(self, items: Sequence[Any]) -> Any:
         """The trie of a vocabulary."""
-        return self.call(lambda: self.target.build(items))
+        return self.call(self.target.build, items)
 
     def weights(
         self, count: int, *, salt: int = 0, low: float = 0.0, high: float = 1.0

@@ -30,10 +30,5 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
 def all_checks(kind: Kind) -> list[Check]:
     """Every check of engines or of tries."""
     modules = [import_module(f"{__name__}.{name}") for name in _MODULES[kind]]
-    return [
-        value for module in modules for value in vars(module).values() if _is_check(value, kind)
-    ]
-
-
-def _is_check(value: object, kind: Kind) -> bool:
-    return isinstance(value, Check) and value.kind == kind
+    values = [value for module in modules for value in vars(module).values()]
+    return [value for value in values if isinstance(value, Check)]

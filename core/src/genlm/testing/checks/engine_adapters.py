@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
 import torch
 from hypothesis import strategies as st
@@ -76,9 +75,8 @@ def wrong_adapters_are_refused(fixture: EngineFixture) -> None:
     token_ids = fixture.some_sequences(1)[0]
     paths = fixture.target.adapters
     for name, path in (("absent", paths[first] + "-absent"), (first, paths[second])):
-        load = functools.partial(lm.load_lora, path, name)
-        fixture.expect_error(AdapterError, load, name=name, path=path)
-    fixture.call(functools.partial(lm.load_lora, paths[first], first))
+        fixture.expect_error(AdapterError, lm.load_lora, path, name, name=name, path=path)
+    fixture.call(lm.load_lora, paths[first], first)
     for adapter in (None, first, second):
         fixture.check_request(lm, token_ids, adapter, after="wrong adapters")
 
@@ -92,17 +90,15 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     fixture.check_request(lm, first)
 
     async def request_while_loading() -> torch.Tensor:
-        (row,) = await probe.start_held(lm.next_token_logprobs(second))
-        loading = on_thread(lm.load_lora, fixture.target.adapters[names[0]], names[0])
-        await asyncio.sleep(0)
-        probe.release()
+        async with probe.held(lm.next_token_logprobs(second)) as (row,):
+            loading = on_thread(lm.load_lora, fixture.target.adapters[names[0]], names[0])
+            await asyncio.sleep(0)
         await loading
         result: torch.Tensor = await row
         return result
 
     fixture.check_row(fixture.run(request_while_loading()), second, while_loading=names[0])
-    load = functools.partial(lm.load_lora, fixture.target.adapters[names[1]], names[1])
-    fixture.call(load)
+    fixture.call(lm.load_lora, fixture.target.adapters[names[1]], names[1])
     for name in (None, *names):
         for use_cache in (True, False):
             fixture.check_request(lm, first, name, use_cache=use_cache, after="both loads")
@@ -119,24 +115,25 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
     fixture.check_request(lm, before, first)
 
     if not hasattr(probe.engine, "remove_adapter"):
-        remove = functools.partial(lm.unload_lora, first)
-        fixture.expect_error(UnsupportedCapabilityError, remove, call="unload_lora")
+        fixture.expect_error(
+            UnsupportedCapabilityError, lm.unload_lora, first, call="unload_lora"
+        )
         return
 
     async def remove_while_a_request_waits() -> torch.Tensor:
-        (base,) = await probe.start_held(lm.next_token_logprobs(waiting))
-        row = asyncio.ensure_future(lm.next_token_logprobs(waiting, lora_name=first))
-        await asyncio.sleep(0)
-        try:
+        async with probe.held(lm.next_token_logprobs(waiting)) as (base,):
+            row = asyncio.ensure_future(lm.next_token_logprobs(waiting, lora_name=first))
+            await asyncio.sleep(0)
             lm.unload_lora(first)
-        finally:
-            probe.release()
         await base
         return await row
 
     fixture.check_row(fixture.run(remove_while_a_request_waits()), waiting, first)
-    request = functools.partial(lm.next_token_logprobs, before, lora_name=first)
-    fixture.expect_error(UnknownAdapterError, request, call="next_token_logprobs")
+    fixture.expect_error(
+        UnknownAdapterError,
+        lambda: lm.next_token_logprobs(before, lora_name=first),
+        call="next_token_logprobs",
+    )
     lm.load_lora(paths[1], first)
     for token_ids in (before, waiting):
         for adapter, name in ((second, first), (None, None)):

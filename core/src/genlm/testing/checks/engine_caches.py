@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from hypothesis import strategies as st
 
 from genlm import Capability, OutputCache
@@ -115,7 +113,7 @@ def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
             other,
         ]
         for pinned in (prefix, prefix, (prefix + other)[: fixture.max_length]):
-            fixture.call(functools.partial(fixture.lm.pin_prefix, pinned))
+            fixture.call(fixture.lm.pin_prefix, pinned)
             for ids in sequences:
                 fixture.check_request(fixture.lm, ids, use_cache=False, pinned=pinned)
         fixture.call(fixture.lm.clear_kv_cache)

@@ -50,16 +50,14 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
 
     async def interrupt(contexts: list[Context], how: str) -> None:
-        tasks = await probe.start_held(*(context.next_token_logprobs() for context in contexts))
-        try:
+        requests = [context.next_token_logprobs() for context in contexts]
+        async with probe.held(*requests) as tasks:
             if how == "reset":
                 lm.cancel_all()
             else:
                 for task in tasks:
                     task.cancel()
             await asyncio.sleep(0)
-        finally:
-            probe.release()
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError, QueryResetError):
                 await task

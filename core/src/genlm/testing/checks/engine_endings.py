@@ -39,14 +39,13 @@ async def _check_cancelled(
     leaving: list[int],
 ) -> None:
     """Cancel callers while the engine steps, and repeat a request before the step ends."""
-    tasks = await probe.start_held(*map(lm.next_token_logprobs, sequences))
-    for index in leaving:
-        tasks[index].cancel()
-        error = (await asyncio.gather(tasks[index], return_exceptions=True))[0]
-        expect(isinstance(error, asyncio.CancelledError), "CancelledError", repr(error))
-    again = asyncio.ensure_future(lm.next_token_logprobs(sequences[leaving[0]]))
-    await asyncio.sleep(0)
-    probe.release()
+    async with probe.held(*map(lm.next_token_logprobs, sequences)) as tasks:
+        for index in leaving:
+            tasks[index].cancel()
+            error = (await asyncio.gather(tasks[index], return_exceptions=True))[0]
+            expect(isinstance(error, asyncio.CancelledError), "CancelledError", repr(error))
+        again = asyncio.ensure_future(lm.next_token_logprobs(sequences[leaving[0]]))
+        await asyncio.sleep(0)
     remaining = [index for index in range(len(sequences)) if index not in leaving]
     rows = await asyncio.gather(*(tasks[index] for index in remaining), again)
     fixture.check_rows(
@@ -77,10 +76,9 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
         return await lm.sample(prompts[which], length, stop=(), seed=fixture.seed + which)
 
     async def sample_and_cancel() -> list[list[int]]:
-        tasks = await probe.start_held(*map(sample, range(3)))
-        tasks[1].cancel()
-        await asyncio.gather(tasks[1], return_exceptions=True)
-        probe.release()
+        async with probe.held(*map(sample, range(3))) as tasks:
+            tasks[1].cancel()
+            await asyncio.gather(tasks[1], return_exceptions=True)
         return list(await asyncio.gather(tasks[0], tasks[2]))
 
     uncancelled = [fixture.run(sample(0)), fixture.run(sample(2))]
@@ -96,13 +94,12 @@ def closing_ends_every_request(fixture: EngineFixture) -> None:
     sequences = fixture.some_sequences(2)
 
     async def close_during_a_step() -> list[Any]:
-        (first,) = await probe.start_held(lm.next_token_logprobs(sequences[0]))
-        # The second request is not in the engine.
-        second = asyncio.ensure_future(lm.next_token_logprobs(sequences[1]))
-        await asyncio.sleep(0)
-        closing = on_thread(lm.close)
-        results = await asyncio.gather(first, second, return_exceptions=True)
-        probe.release()
+        async with probe.held(lm.next_token_logprobs(sequences[0])) as (first,):
+            # The second request is not in the engine.
+            second = asyncio.ensure_future(lm.next_token_logprobs(sequences[1]))
+            await asyncio.sleep(0)
+            closing = on_thread(lm.close)
+            results = await asyncio.gather(first, second, return_exceptions=True)
         await closing
         return list(results)
 

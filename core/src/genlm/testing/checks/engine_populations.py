@@ -19,20 +19,6 @@ from genlm.testing.strategies import TokenTuple
 STEPS = 3
 
 
-def _check_population(
-    fixture: EngineFixture,
-    population: Population,
-    expected: list[TokenTuple],
-    adapter: str | None = None,
-    **example: Any,
-) -> None:
-    """Compare the sequences and the rows of all members with the expected ones."""
-    sequences = [context.token_ids for context in population]
-    expect(sequences == expected, f"members {expected}", sequences, **example)
-    rows = fixture.run(population.next_token_logprobs())
-    fixture.check_rows(rows, expected, adapter, **example)
-
-
 def _resample_and_extend(
     fixture: EngineFixture, population: Population, members: list[TokenTuple], seed: int
 ) -> tuple[Population, list[TokenTuple]]:
@@ -71,7 +57,7 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
         for new in (ids, ids[::-1])
     )
     for population, expected in ((parent, members), first, (parent, members), second, first):
-        _check_population(fixture, population, expected, how="after other extensions")
+        fixture.check_population(population, expected, how="after other extensions")
     (population, members), (other, other_members) = first, second
     lengths = [len(prompt) + member % 2 for member in range(count)]
     joined = Population.cat([other, population.truncate(lengths).extend(ids)])
@@ -79,7 +65,7 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
         (*token_ids[:length], last)
         for token_ids, length, last in zip(members, lengths, ids, strict=True)
     ]
-    _check_population(fixture, joined, other_members + expected, how="joined")
+    fixture.check_population(joined, other_members + expected, how="joined")
     longer = [(*token_ids, ids[0]) for token_ids in dict.fromkeys(members + other_members)]
     fixture.check_batch(lm, longer, how="single requests after a concatenation")
 
@@ -97,7 +83,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
             )
             if (seed + step) % 3 == 0:  # the next extension then skips a computed step
                 continue
-            _check_population(fixture, population, members, prompt=prompt, seed=seed, step=step)
+            fixture.check_population(population, members, prompt=prompt, seed=seed, step=step)
 
     # With these seeds all cases occur, whatever the examples are.
     first = fixture.some_sequences(1)[0][: max(1, fixture.max_length - 2 * STEPS)]
@@ -170,14 +156,11 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     fixture.check_rows(rows, others, how="together")
 
     async def cancel_a_population() -> None:
-        (busy,) = await probe.start_held(lm.next_token_logprobs(others[0]))
-        task = asyncio.ensure_future(lm.population(second, len(ids)).next_token_logprobs())
-        try:
+        async with probe.held(lm.next_token_logprobs(others[0])) as (busy,):
+            task = asyncio.ensure_future(lm.population(second, len(ids)).next_token_logprobs())
             await asyncio.sleep(0.001)
             task.cancel()
             await asyncio.sleep(0)
-        finally:
-            probe.release()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         fixture.saw("cancelled", task.cancelled())
@@ -187,7 +170,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     last_ids = [ids[i % len(ids)] for i in range(40)]
     population = lm.population(lists[0], len(last_ids)).extend(last_ids)
     members = [(*lists[0], last) for last in last_ids]
-    _check_population(fixture, population, members, how="after a cancelled population")
+    fixture.check_population(population, members, how="after a cancelled population")
     pending = lm.statistics().pending
     expect(pending == 0, "nothing pending", pending)
 
@@ -228,6 +211,6 @@ def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
             for number, (population, members) in enumerate(populations):
                 seed = 1000 * salt + 10 * step + number
                 populations[number] = _resample_and_extend(fixture, population, members, seed)
-                _check_population(
-                    fixture, *populations[number], engine_options=options, seed=seed
+                fixture.check_population(
+                    *populations[number], engine_options=options, seed=seed
                 )

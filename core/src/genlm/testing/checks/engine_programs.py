@@ -130,8 +130,7 @@ class Program:
         del number
         sequences = [*sequences, sequences[0]]
         rows = await self._lm.batch_next_token_logprobs(sequences)
-        for row, token_ids in zip(rows, sequences, strict=True):
-            self._check(row, token_ids)
+        self._fixture.check_rows(rows, sequences, self._adapter, program=self.calls)
 
     async def spoil(self, sequences: list[TokenTuple], number: int) -> None:
         """Request a row three times, and overwrite the returned row each time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 
 import torch
 
@@ -41,12 +40,11 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
                     fixture.check_request(
                         lm, token_ids, adapter, use_cache=use_cache, weights=weights
                     )
-        rows = fixture.run(population.next_token_logprobs())
-        fixture.check_rows(rows, members, weights=weights)
-        rows = fixture.run(population.extend([last] * count).next_token_logprobs())
-        fixture.check_rows(rows, [(*ids, last) for ids in members], weights=weights)
+        fixture.check_population(population, members, weights=weights)
+        extended = [(*ids, last) for ids in members]
+        fixture.check_population(population.extend([last] * count), extended, weights=weights)
         if Capability.PREFIX_CACHE in lm.capabilities:
-            fixture.call(functools.partial(lm.pin_prefix, sequences[2]))
+            fixture.call(lm.pin_prefix, sequences[2])
         return fixture.expected(sequences[0])
 
     first = check(0)
@@ -64,11 +62,10 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
 async def _update_while_a_request_waits(
     fixture: EngineFixture, lm: AsyncLM, probe: EngineProbe, token_ids: TokenTuple
 ) -> torch.Tensor:
-    (row,) = await probe.start_held(lm.next_token_logprobs(token_ids, use_cache=False))
-    weights = copy.deepcopy(dict(fixture.target.weights[1][0]()))
-    updating = asyncio.ensure_future(lm.aupdate_weights(weights))
-    await asyncio.sleep(0)
-    probe.release()
+    async with probe.held(lm.next_token_logprobs(token_ids, use_cache=False)) as (row,):
+        weights = copy.deepcopy(dict(fixture.target.weights[1][0]()))
+        updating = asyncio.ensure_future(lm.aupdate_weights(weights))
+        await asyncio.sleep(0)
     await updating
     for tensor in weights.values():  # the engine has copies
         tensor[...] = 0

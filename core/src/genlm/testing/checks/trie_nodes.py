@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,5 +97,5 @@ def wrong_nodes_are_refused(fixture: TrieFixture) -> None:
     }
     for case, (weights, nodes, error) in wrong.items():
         for operation in OPERATIONS:
-            reduce = functools.partial(fixture.reduce_nodes, trie, weights, nodes, operation)
-            fixture.expect_error(error, reduce, case=case, operation=operation)
+            call = fixture.reduce_nodes, trie, weights, nodes, operation
+            fixture.expect_error(error, *call, case=case, operation=operation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -132,11 +131,7 @@ def wrong_weights_are_refused(fixture: TrieFixture) -> None:
     }
     for case, weights in wrong.items():
         for operation in OPERATIONS:
-            fixture.expect_error(
-                WeightsError,
-                functools.partial(fixture.reduce, trie, weights, operation),
-                case=case,
-                operation=operation,
-            )
+            call = fixture.reduce, trie, weights, operation
+            fixture.expect_error(WeightsError, *call, case=case, operation=operation)
     values = fixture.reduce(trie, ws, "sum")
     fixture.check_values(trie, values, ws, "sum", after="wrong weights")

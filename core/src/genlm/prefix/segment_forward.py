@@ -109,8 +109,6 @@ class PassLogits:
             self._logits = logits
             return
         places = np.flatnonzero(np.isin(self._keys, pass_keys))
-        if not len(places) and len(self._keys):
-            return
         order = np.argsort(pass_keys)
         rows = order[np.searchsorted(pass_keys, self._keys[places], sorter=order)]
         if len(places) == len(self._keys):

@@ -18,10 +18,12 @@ class ContextLease:
     """Keeps the engine's state of contexts alive until the lease is garbage-collected.
 
     Args:
-        keys: The engine name of the adapter and the key of the token sequence of each context;
-            also an attribute.
+        keys: The engine name of the adapter and the key of the token sequence of each context.
         on_drop: Function of the keys, called once when the lease is dropped, on any thread,
             also during garbage collection.
+
+    Attributes:
+        keys: As the argument.
     """
 
     __slots__ = ("_on_drop", "keys")

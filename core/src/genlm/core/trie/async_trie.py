@@ -85,7 +85,10 @@ class AsyncTokenCharacterTrie:
     event loops and threads. Use as an async context manager, or call `cleanup`.
 
     Args:
-        trie: The trie, also an attribute; not copied. It may be used directly at the same time.
+        trie: The trie; not copied. It may be used directly at the same time.
+
+    Attributes:
+        trie: As above.
 
     Raises:
         TypeError: `trie` is not a trie.

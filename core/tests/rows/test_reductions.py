@@ -364,11 +364,13 @@ def test_no_tensors_are_kept_between_the_parts_of_a_batch(
     def largest(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         living.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
         values, ids = rows.topk(2)
-        return values.bfloat16(), ids[:, 0], values > -1
+        conjugated = torch.complex(values, values).conj()
+        return values.bfloat16(), ids[:, 0], values > -1, conjugated, conjugated.imag
 
     rows = some_rows(10)
     wanted = [(TopK(3), ReductionOfFunction(largest))] * 10
     whole = reduce_rows(rows, wanted)
+    gc.collect()
     living.clear()
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
     for found, expected in zip(reduce_rows(rows, wanted), whole, strict=True):

@@ -205,7 +205,8 @@ class _SmallTensor:
     __slots__ = ("content", "dtype", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        values = tensor.resolve_conj().resolve_neg().reshape(-1)
+        self.content = values.view(torch.uint8).numpy().tobytes()
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
 

@@ -181,7 +181,7 @@ def _tokenizer_info(vocabulary: Vocabulary, stop: Integers64) -> Any:
 
 
 _tokenizer_infos = PerVocabulary(_tokenizer_info)
-"""They take half a second for 128,000 tokens, and a grammar a few milliseconds."""
+"""Creating one takes half a second for 128,000 tokens; a grammar takes a few milliseconds."""
 
 
 class XGrammar(MatcherLibrary):

@@ -40,8 +40,8 @@ class PackedCompletions(NamedTuple):
     Attributes:
         data: The pickled results without rows.
         rows: Rows in the order of the results, also those of populations, shape
-            `(n, vocab_size)`, float32; None if there are no rows. The caller chooses how to
-            send them.
+            `(n, vocab_size)`, float32; None if there are no rows. The caller sends them
+            separately from `data`.
     """
 
     data: bytes

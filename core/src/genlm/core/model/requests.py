@@ -53,7 +53,7 @@ Item = tuple[Query, Any, Reduction | None]
 class Requests:
     """The requests of one model; every method may be called from any thread.
 
-    `leases` are those of the engine's state of contexts, None if the engine has no such state.
+    `leases` is None if the engine keeps no state of contexts.
 
     Attributes:
         default_lora: Default adapter of requests, None for the base model.

@@ -27,7 +27,8 @@ from genlm.core.vocab import Vocabulary
 _NUMBERS = frozenset({int, float, bool})
 
 _SMALL_BYTES = 448
-"""Maximum size of tensors whose content Python allocates as a small object, with its header."""
+"""Maximum size of tensors that are stored as byte strings between parts. With its header, such
+a string has at most 512 bytes, and Python allocates it from its pools of small objects."""
 
 _NO_REDUCTION = type(None)
 """Type of the output that stands for the row."""
@@ -198,8 +199,8 @@ def _row_memory(
 class _SmallTensor:
     """The content of a small tensor between two parts of a batch.
 
-    Tensors that stay in memory there would split the memory of larger ones: see `joined_parts`.
-    Python allocates small objects in memory of its own.
+    Small tensors that stay allocated fragment the heap: see `joined_parts`. Python allocates
+    small byte strings from separate pools.
     """
 
     __slots__ = ("content", "dtype", "shape")

@@ -117,7 +117,9 @@ def adapters_silently_ignored(_find):
 )
 def adapters_loaded_nowhere(_load):
     """Accepts an adapter for an engine that serves none."""
-    return lambda self, _path, lora_name: self._adapters._by_name.update({lora_name: None})
+    return lambda self, _path, lora_name: self._requests.adapters._by_name.update(
+        {lora_name: None}
+    )
 
 
 @core_mutant(OutputCache, "find", killed_by="adapters-answer-as-themselves", on=cached_target)
@@ -152,7 +154,7 @@ def with_lora_returns_itself(_with_lora):
 
     def broken(self, lora_name):
         if lora_name is not None:
-            self._adapters.engine_name(lora_name)
+            self._requests.adapters.engine_name(lora_name)
         return self
 
     return broken

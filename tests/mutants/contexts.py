@@ -168,6 +168,6 @@ def the_default_adapter(adapter_of):
     def broken(self, context, lora_name):
         adapter_of(self, context, lora_name)
         name = self.default_lora
-        return None if name is None else self._adapters.engine_name(name)
+        return None if name is None else self.adapters.engine_name(name)
 
     return broken

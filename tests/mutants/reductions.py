@@ -10,7 +10,7 @@ import genlm.core.rows.draws
 import genlm.core.rows.outputs
 from genlm import TokenScores
 from genlm.core.engine.group_engine import GroupEngine
-from genlm.core.model.requests import Requests
+from genlm.core.model.cached_results import CachedResults
 from genlm.core.rows.group_reductions import ScoreColumns
 from genlm.core.rows.reductions import TokenLogprobs
 from genlm.core.rows.row_masks import RowMasks
@@ -161,8 +161,8 @@ def all_reductions_fail_together(computed):
 
 
 @core_fault(
-    Requests,
-    "_find_entry",
+    CachedResults,
+    "_find",
     found_by="model/test_lm_reductions.py::test_reductions_are_cached_and_cached_rows_answer_them",
 )
 def output_cache_unread(cached):

@@ -158,7 +158,7 @@ def cached_rows_first(batch):
 
     def broken(self, token_ids_list, *, lora_name=None):
         keys = [self._requests.build_query(ids, lora_name)[1] for ids in token_ids_list]
-        is_new = [key not in self._cache for key in keys]
+        is_new = [key not in self.output_cache for key in keys]
         rows = batch(self, token_ids_list, lora_name=lora_name)
         return rows[sorted(range(len(rows)), key=is_new.__getitem__)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from genlm.core.model import weight_methods
+from genlm.core.model.cached_results import CachedResults
 from genlm.core.queries.query import GroupValues
 
 from .attention import base_model
@@ -101,7 +101,7 @@ class WeightsOfTheCaller(CachedEngine):
         return super().model(adapter)
 
 
-@core_mutant(weight_methods, "drop_results", killed_by="new-weights-are-used", on=cached_target)
-def keeps_cached_results(_drop_results):
+@core_mutant(CachedResults, "drop", killed_by="new-weights-are-used", on=cached_target)
+def keeps_cached_results(_drop):
     """The output cache keeps the results of the earlier weights."""
     return lambda *_: None

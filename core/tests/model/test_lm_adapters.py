@@ -348,7 +348,7 @@ def test_engine_names_of_removed_adapters_differ_without_being_stored(
     llm.load_lora("folder/a", "a")
 
     def stored() -> int:
-        values = vars(llm._adapters).values()
+        values = vars(llm._requests.adapters).values()
         return sum(len(value) for value in values if isinstance(value, Sized))
 
     sizes = []
@@ -559,7 +559,7 @@ def test_an_adapter_that_another_thread_removes_meanwhile_is_unknown(
         def get(self, name: str, default: Any = None) -> Any:
             return self.pop(name, default)
 
-    adapters = removing._adapters
+    adapters = removing._requests.adapters
     adapters._by_name = RemovedOnceFound(adapters._by_name)
     with pytest.raises(UnknownAdapterError, match="named 'a'"):
         removing.unload_lora("a")

@@ -307,7 +307,7 @@ def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
         llm.next_token_logprobs_sync([1])
         front = genlm.AsyncTokenCharacterTrie(genlm.TokenCharacterTrie(["a", "ab"]))
         asyncio.run(front.weight_sum([1, 2]))
-        owners = (llm._scheduler._worker, llm._cache, llm._counters, front)
+        owners = (llm._scheduler._worker, llm.output_cache, llm._requests.counters, front)
         with contextlib.ExitStack() as held:  # as by other threads
             for owner in owners:
                 held.enter_context(owner._lock)

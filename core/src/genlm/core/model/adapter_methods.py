@@ -7,14 +7,12 @@ import os
 from typing import Self
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.model.adapters import Adapters
 from genlm.core.model.requests import Requests
 
 
 class AdapterMethods:
     """The methods of `AsyncLM` that load, unload and select LoRA adapters."""
 
-    _adapters: Adapters
     _requests: Requests
 
     async def aload_lora(
@@ -43,7 +41,7 @@ class AdapterMethods:
                 `AdapterLimitError` if the engine has loaded its maximum number of adapters.
             TypeError: The name is not a string, or the folder is not a path.
         """
-        await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
+        await off_loop(self._requests.adapters.load, lora_path, lora_name, replace=replace)
 
     load_lora = blocking(aload_lora, "load_lora")
 
@@ -59,12 +57,12 @@ class AdapterMethods:
             UnknownAdapterError: `lora_name` is not loaded.
             UnsupportedCapabilityError: The engine serves no adapters, or cannot remove them.
         """
-        self._adapters.remove(lora_name)
+        self._requests.adapters.remove(lora_name)
 
     @property
     def lora_names(self) -> tuple[str, ...]:
         """Names of the loaded adapters; preloaded adapters come first."""
-        return self._adapters.names
+        return self._requests.adapters.names
 
     @property
     def lora_name(self) -> str | None:
@@ -82,7 +80,7 @@ class AdapterMethods:
             UnsupportedCapabilityError: The engine serves no adapters.
         """
         if lora_name is not None:
-            self._adapters.engine_name(lora_name)
+            self._requests.adapters.engine_name(lora_name)
         model = object.__new__(type(self))
         vars(model).update(vars(self))
         model._requests = copy.copy(self._requests)

@@ -42,8 +42,8 @@ class Adapters:
     """The loaded adapters; every method may be called from any thread.
 
     Args:
-        scheduler: Scheduler of the engine, which loads and removes adapters on its thread.
-        preloaded: Names of the adapters that the engine has preloaded.
+        scheduler: Scheduler of the engine, which loads and removes adapters on its thread, and
+            whose `adapters` are the names of those that it has preloaded.
         backend: Engine name for messages.
         drop_rows: Function of an engine name that drops the cached rows of the adapter.
     """
@@ -51,7 +51,6 @@ class Adapters:
     def __init__(
         self,
         scheduler: Scheduler[Engine],
-        preloaded: Iterable[str],
         *,
         backend: str,
         drop_rows: Callable[[str], None],
@@ -59,6 +58,7 @@ class Adapters:
         self._scheduler = scheduler
         self._backend = backend
         self._drop_rows = drop_rows
+        preloaded: Iterable[str] = getattr(scheduler.engine, "adapters", ())
         self._by_name = {name: _Adapter(name, _PRELOADED) for name in preloaded}
         self._plain_names = {*self._by_name}  # engine names without a number
         self._numbers = itertools.count(2)

@@ -1,4 +1,4 @@
-"""`CachedResults`: copies and reductions of entries of the output cache, off the event loop."""
+"""`CachedResults`: the results of one model in the output cache, copied off the event loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 from genlm.core.base.blocking import is_blocking
 from genlm.core.base.error_handling import free_locals
 from genlm.core.base.loop_batches import LoopBatches
+from genlm.core.engine.engine import Engine
 from genlm.core.queries.query import Reduction
-from genlm.core.rows.output_cache import Entry, entry_copy, entry_value
+from genlm.core.rows.output_cache import Entry, OutputCache, entry_copy, entry_value
 from genlm.core.rows.outputs import reduce_rows
+from genlm.core.scheduler import Scheduler
 
 CachedResult: TypeAlias = tuple[Entry, Reduction | None]
 """An entry of the output cache, and the requested reduction; None for the stored value."""
@@ -31,17 +33,83 @@ _REDUCED_AT_ONCE = 2**24
 
 
 class CachedResults:
-    """Computes requested results from entries of the output cache.
+    """The results of one model in an output cache, and the changes of the model's weights.
 
-    Copies of few bytes are made at once. Other results that coroutines of an event loop request
-    together are computed together, on another thread.
+    Models that `with_lora` returns share it.
+
+    Args:
+        cache: Output cache, which several models may share.
+        scheduler: Scheduler of the model's engine.
+
+    Attributes:
+        cache: The output cache.
+        model: First part of the keys of the model's results. Entries of a shared cache may
+            outlive the model, so this object refers to nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: OutputCache, scheduler: Scheduler[Engine]) -> None:
+        self.cache = cache
+        self.model = object()
+        self._scheduler = scheduler
         self._requests: LoopBatches[_Request] = LoopBatches(_compute_on_thread)
+        self._weight_changes = 0
+        self._has_versions = hasattr(scheduler.engine, "weights_version")
+        self._version = self._engine_version()  # at the last check
+
+    def find(
+        self, results: Sequence[tuple[Any, Reduction | None]]
+    ) -> list[CachedResult | None]:
+        """Look up results of the engine's current weights, by the keys of their rows."""
+        changes = self._weight_changes
+        entries = [self._find(*result) for result in results]
+        # Only hits are checked: reading the version takes longer than a lookup.
+        if self._has_versions and any(entry is not None for entry in entries):
+            return entries if self.weight_changes() == changes else [None] * len(entries)
+        return entries
+
+    def _find(self, key: Any, reduction: Reduction | None) -> CachedResult | None:
+        """Look up a result, or the row from which it can be computed."""
+        if reduction is not None and reduction.is_cacheable:
+            entry = self.cache.find((key, reduction))
+            if entry is not None:
+                return entry, None
+        entry = self.cache.find(key)
+        return None if entry is None else (entry, reduction)
+
+    def drop(self, *adapter: str) -> None:
+        """Drop all results of the model, or those of one of its adapters."""
+
+        def is_dropped(key: Any) -> bool:
+            row_key = key[0] if isinstance(key, tuple) and len(key) == 2 else key
+            is_own = isinstance(row_key, tuple) and row_key != () and row_key[0] is self.model
+            return is_own and (not adapter or row_key[1] == adapter[0])
+
+        self.cache.clear(is_dropped)
+
+    def change_weights(self) -> None:
+        """Count a change of the weights, and drop the results of the earlier weights."""
+        self._weight_changes += 1
+        self.drop()
+
+    def weight_changes(self) -> int:
+        """Count the changes of the weights so far, also those that the engine detects."""
+        version = self._engine_version()
+        if version != self._version:
+            self._version = version
+            self.change_weights()
+        return self._weight_changes
+
+    def _engine_version(self) -> Any:
+        """Return the version of the engine's weights, None if it does not change them."""
+        engine: Any = self._scheduler.engine
+        return engine.weights_version() if self._has_versions else None
 
     async def values(self, cached: list[CachedResult]) -> list[Any]:
-        """Return results, which belong to the caller, or exceptions of reductions."""
+        """Return results, which belong to the caller, or exceptions of reductions.
+
+        Copies of few bytes are made at once. Other results that coroutines of an event loop
+        request together are computed together, on another thread.
+        """
         is_short = sum(entry[2] for entry, _ in cached) <= COPIED_ON_LOOP
         if is_short and all(reduction is None for _, reduction in cached):
             return [entry_copy(entry) for entry, _ in cached]

@@ -148,8 +148,8 @@ class Context(Immutable):
 
     @property
     def _key(self) -> tuple[object, ...]:
-        # Models that share an engine (`with_lora`) share `_model` as well.
-        return self._lm._model, self._adapter, self.sequence.key  # noqa: SLF001
+        # Models that share an engine (`with_lora`) share the scheduler as well.
+        return self._lm._scheduler, self._adapter, self.sequence.key  # noqa: SLF001
 
     def __len__(self) -> int:
         return len(self.sequence)

@@ -21,7 +21,7 @@ import torch
 
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.progress import show_stages
-from genlm.core.base.statistics import RequestCounters, Statistics
+from genlm.core.base.statistics import Statistics
 from genlm.core.base.validation import Integers, checked_builder, is_model_object
 from genlm.core.engine.engine import (
     Capability,
@@ -32,7 +32,6 @@ from genlm.core.engine.engine import (
 )
 from genlm.core.engine.group_engine import GroupEngine, with_groups
 from genlm.core.model.adapter_methods import AdapterMethods
-from genlm.core.model.adapters import Adapters
 from genlm.core.model.cached_results import COPIED_ON_LOOP
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.leases import LeaseTable
@@ -40,7 +39,7 @@ from genlm.core.model.loading import engine_builder
 from genlm.core.model.members import initial_members
 from genlm.core.model.population import Population
 from genlm.core.model.reduction_methods import ReductionMethods
-from genlm.core.model.requests import ModelIdentity, Requests, drop_results
+from genlm.core.model.requests import Requests
 from genlm.core.model.sample_methods import SampleMethods
 from genlm.core.model.score_methods import ScoreMethods
 from genlm.core.model.text_methods import TextMethods
@@ -111,8 +110,6 @@ class AsyncLM(
                 f"genlm.OutputCache(1000), which stores 1000 rows"
             )
         build = checked_builder(build_engine)
-        self._cache = output_cache
-        self._model = ModelIdentity()  # a part of every key, because models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: with_groups(checked_engine(build())),
@@ -128,22 +125,8 @@ class AsyncLM(
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
-        self._adapters = Adapters(
-            self._scheduler,
-            getattr(engine, "adapters", ()),  # preloaded adapters
-            backend=name,
-            drop_rows=functools.partial(drop_results, output_cache, self._model),
-        )
         leases.on_drop = self._scheduler.release
-        self._counters = RequestCounters()
-        self._requests = Requests(
-            self._scheduler,
-            model=self._model,
-            cache=output_cache,
-            adapters=self._adapters,
-            counters=self._counters,
-            leases=leases if hasattr(engine, "release_context") else None,
-        )
+        self._requests = Requests(self._scheduler, output_cache, leases, backend=name)
 
     @classmethod
     def from_name(
@@ -281,7 +264,7 @@ class AsyncLM(
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache contains it, else None."""
         _, key = self._requests.build_query(token_ids, lora_name)
-        [cached] = self._requests.find_cached([(key, None)])
+        [cached] = self._requests.results.find([(key, None)])
         row: torch.Tensor | None = None if cached is None else entry_copy(cached[0])
         return row
 
@@ -359,7 +342,7 @@ class AsyncLM(
     @property
     def output_cache(self) -> OutputCache:
         """The cache of rows and reductions."""
-        return self._cache
+        return self._requests.results.cache
 
     # -- caches, statistics, closing --------------------------------------------------
 
@@ -397,7 +380,7 @@ class AsyncLM(
 
     def clear_output_cache(self) -> None:
         """Drop this model's entries from the output cache. Results do not change."""
-        drop_results(self._cache, self._model)
+        self._requests.results.drop()
 
     def cancel_all(self) -> None:
         """Fail all in-flight requests with `QueryResetError`; the model stays usable."""
@@ -408,9 +391,9 @@ class AsyncLM(
         engine = self._scheduler.engine_statistics()
         return Statistics(
             **asdict(self._scheduler.statistics()),
-            **self._counters.snapshot(),
-            cache_entries=len(self._cache),
-            cache_bytes=self._cache.nbytes,
+            **self._requests.counters.snapshot(),
+            cache_entries=len(self.output_cache),
+            cache_bytes=self.output_cache.nbytes,
             engine=engine.copy() if isinstance(engine, dict) else dict(engine),
         )
 
@@ -421,7 +404,7 @@ class AsyncLM(
         raise `EngineClosedError`. The model drops its reference to the engine.
         """
         await off_loop(self._scheduler.close)
-        drop_results(self._cache, self._model)
+        self._requests.results.drop()
 
     close = blocking(aclose, "close")
 

@@ -182,7 +182,7 @@ class Members(Immutable):
 
     @property
     def _parts(self) -> tuple[tuple[object, ...], Generation, Integers64, Flags, int]:
-        model = self._lm._model, self._adapter  # noqa: SLF001 - internal to genlm.core.model
+        model = self._lm._scheduler, self._adapter  # noqa: SLF001 - internal to genlm.core.model
         return model, self._generation, self._places, self._finished, self._step
 
     def extend(self, token_ids: ArrayLike) -> Self:

@@ -7,7 +7,7 @@ read from the output cache if possible; operations on rows do not run on the eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from genlm.core.base.validation import Integers, checked_batch, checked_token_id
 from genlm.core.engine.engine import Engine
 from genlm.core.engine.group_sampling import GroupSampling
 from genlm.core.model.adapters import Adapters
-from genlm.core.model.cached_results import CachedResult, CachedResults
+from genlm.core.model.cached_results import CachedResults
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.leases import LeaseTable
 from genlm.core.model.members import Members
@@ -30,21 +30,8 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler import Scheduler
 
-
-class ModelIdentity:
-    """Identity of a model in keys; models that `with_lora` returns share it.
-
-    Attributes:
-        weight_changes: Number of changes of the weights.
-        engine_version: Version of the weights that the engine had at the last check.
-    """
-
-    weight_changes = 0
-    engine_version: object = None
-
-
-RowKey = tuple[ModelIdentity, str | None, bytes]
-"""Key of a row: model, adapter, and the key of the token sequence."""
+RowKey = tuple[object, str | None, bytes]
+"""Key of a row: `CachedResults.model`, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
@@ -53,9 +40,17 @@ Item = tuple[Query, Any, Reduction | None]
 class Requests:
     """The requests of one model; every method may be called from any thread.
 
-    `leases` is None if the engine keeps no state of contexts.
+    Args:
+        scheduler: Scheduler of the engine.
+        cache: Output cache, which other models may share.
+        leases: Leases of the engine's state of contexts.
+        backend: Engine name for messages.
 
     Attributes:
+        scheduler: As the argument.
+        counters: Counters of the requests.
+        adapters: The loaded adapters.
+        results: The model's results in the output cache.
         default_lora: Default adapter of requests, None for the base model.
         sampled_together: Maximum number of continuations in a query, None for no limit.
     """
@@ -65,28 +60,22 @@ class Requests:
     def __init__(
         self,
         scheduler: Scheduler[Engine],
-        *,
-        model: ModelIdentity,
         cache: OutputCache,
-        adapters: Adapters,
-        counters: RequestCounters,
-        leases: LeaseTable | None,
+        leases: LeaseTable,
+        *,
+        backend: str,
     ) -> None:
         engine = scheduler.engine
+        self.scheduler = scheduler
+        self.counters = RequestCounters()
+        self.results = CachedResults(cache, scheduler)
+        self.adapters = Adapters(scheduler, backend=backend, drop_rows=self.results.drop)
         self.default_lora: str | None = None
         self.vocab_size = engine.vocabulary.size
         self.max_context = engine.max_context
         self.sampled_together: int | None = getattr(engine, "samples_groups", None)
-        self.counters = counters
-        self.scheduler = scheduler
-        self._model = model
-        self._cache = cache
-        self._adapters = adapters
-        self._leases = leases
+        self._leases = leases if hasattr(engine, "release_context") else None
         self._recent = RecentSequences()
-        self._cached_results = CachedResults()
-        self._weights_change = hasattr(engine, "weights_version")
-        model.engine_version = self._current_weights()
 
     # -- one sequence -----------------------------------------------------------------
 
@@ -102,7 +91,7 @@ class Requests:
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
         query = Query(next(self._query_ids), sequence, adapter, targets=targets)
-        return query, (self._model, adapter, sequence.key)
+        return query, (self.results.model, adapter, sequence.key)
 
     def group_query(  # noqa: PLR0917
         self,
@@ -157,7 +146,7 @@ class Requests:
     def adapter(self, lora_name: str | None) -> tuple[str | None, str | None]:
         """Return the name of the adapter of a request, and the engine's name of it."""
         name = self.default_lora if lora_name is None else lora_name
-        return name, None if name is None else self._adapters.engine_name(name)
+        return name, None if name is None else self.adapters.engine_name(name)
 
     def _sequence(self, token_ids: Integers) -> TokenSequence:
         """Return checked token ids, or the extension of a recent sequence by the last id."""
@@ -178,7 +167,7 @@ class Requests:
 
     def adapter_of(self, context: Context | Members, lora_name: str | None) -> str | None:
         """Check that a context belongs to this model; return the engine name of its adapter."""
-        if context._lm._model is not self._model:  # noqa: SLF001 - internal to genlm.core.model
+        if context._lm._scheduler is not self.scheduler:  # noqa: SLF001 - internal to genlm.core.model
             raise ValueError(
                 f"{context!r} belongs to a different model; create it with this model's method "
                 f"{type(context).__name__.lower()}"
@@ -191,8 +180,8 @@ class Requests:
         if context.lora_name is None:
             return None
         adapter = context._adapter  # noqa: SLF001
-        if self._adapters.engine_name(context.lora_name) != adapter:
-            raise UnknownAdapterError(context.lora_name, self._adapters.names)
+        if self.adapters.engine_name(context.lora_name) != adapter:
+            raise UnknownAdapterError(context.lora_name, self.adapters.names)
         return adapter
 
     # -- results ----------------------------------------------------------------------
@@ -207,14 +196,14 @@ class Requests:
     ) -> Any:
         """Return the row of a sequence or a reduction of it, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
-        [cached] = self.find_cached([(key, reduction)]) if use_cache else [None]
+        [cached] = self.results.find([(key, reduction)]) if use_cache else [None]
         self.counters.count(len(query), hits=int(cached is not None))
         if cached is None:
             # Not `answer`: the garbage collector visits every coroutine of a pending request.
             request = self.scheduler.submit([(query, key, reduction)])
             [value] = await self.scheduler.results(request)
         else:
-            [value] = await self._cached_results.values([cached])
+            [value] = await self.results.values([cached])
         if isinstance(value, Exception):
             raise value
         self._update_lease(token_ids, is_computed=cached is None)
@@ -250,7 +239,7 @@ class Requests:
             sequences: Arguments of the caller, whose contexts are leased.
             places: Places of the items in the caller's batch, for errors; None for one request.
         """
-        entries = self.find_cached([(key, reduction) for _, key, reduction in items])
+        entries = self.results.find([(key, reduction) for _, key, reduction in items])
         misses = [item for item, entry in zip(items, entries, strict=True) if entry is None]
         for turn, (query, _, _) in enumerate(misses):
             query.turn = turn
@@ -258,7 +247,7 @@ class Requests:
         self.counters.count(tokens, requests=len(items), hits=hits)
         request = self.scheduler.submit(misses)
         try:
-            hit_values = await self._cached_results.values(
+            hit_values = await self.results.values(
                 [entry for entry in entries if entry is not None]
             )
         except GeneratorExit:  # as in `Scheduler.results`
@@ -274,60 +263,10 @@ class Requests:
                 self._update_lease(token_ids, is_computed=entry is None)
         return values
 
-    def find_cached(
-        self, results: Sequence[tuple[Any, Reduction | None]]
-    ) -> list[CachedResult | None]:
-        """Look up results of the engine's current weights in the output cache, by key."""
-        entries = [self._find_entry(*result) for result in results]
-        # Only hits are checked: reading the version takes longer than a lookup.
-        if self._weights_change and any(entry is not None for entry in entries):
-            return [None] * len(entries) if self._detect_change() else entries
-        return entries
-
-    def weights_version(self, lora_name: str | None) -> Hashable:
-        """Identify the weights of the base model and of an adapter."""
-        self._detect_change()
-        return self._model.weight_changes, self.adapter(lora_name)[1]
-
-    def _detect_change(self) -> bool:
-        """Drop cached results if the engine has other weights than at the last check."""
-        version = self._current_weights()
-        if version == self._model.engine_version:
-            return False
-        self._model.engine_version = version
-        self._model.weight_changes += 1
-        drop_results(self._cache, self._model)
-        return True
-
-    def _current_weights(self) -> Any:
-        """Return the version of the engine's weights, None if they do not change."""
-        engine: Any = self.scheduler.engine
-        return engine.weights_version() if self._weights_change else None
-
-    def _find_entry(self, key: Any, reduction: Reduction | None) -> CachedResult | None:
-        """Look up a result, or the row from which it can be computed."""
-        if reduction is not None and reduction.is_cacheable:
-            entry = self._cache.find((key, reduction))
-            if entry is not None:
-                return entry, None
-        entry = self._cache.find(key)
-        return None if entry is None else (entry, reduction)
-
     def _update_lease(self, token_ids: object, *, is_computed: bool) -> None:
         """Lease the engine's state of a context while references to the context exist."""
         if self._leases is not None and isinstance(token_ids, Context):
             token_ids._update_lease(self._leases, is_computed=is_computed)  # noqa: SLF001
-
-
-def drop_results(cache: OutputCache, model: ModelIdentity, *adapter: str) -> None:
-    """Drop the results of a model, or of one of its adapters, from an output cache."""
-
-    def is_dropped(key: Any) -> bool:
-        row_key = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-        is_of_model = isinstance(row_key, tuple) and row_key != () and row_key[0] is model
-        return is_of_model and (not adapter or row_key[1] == adapter[0])
-
-    cache.clear(is_dropped)
 
 
 def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:

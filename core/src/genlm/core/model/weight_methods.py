@@ -14,8 +14,7 @@ import torch
 from genlm.core.base.blocking import blocking, off_loop
 from genlm.core.base.errors import EngineDiedError, describe_error
 from genlm.core.engine.engine import Capability, Engine, WeightsEngine
-from genlm.core.model.requests import ModelIdentity, Requests, drop_results
-from genlm.core.rows.output_cache import OutputCache
+from genlm.core.model.requests import Requests
 from genlm.core.scheduler import Scheduler
 
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[Any], object]
@@ -26,8 +25,6 @@ class WeightMethods:
     """The methods of `AsyncLM` for changes of weights."""
 
     _scheduler: Scheduler[Engine]
-    _cache: OutputCache
-    _model: ModelIdentity
     _requests: Requests
     _require: Callable[[Capability], None]
 
@@ -66,8 +63,7 @@ class WeightMethods:
                 self._scheduler.end(error)
                 raise
             finally:
-                self._model.weight_changes += 1
-                drop_results(self._cache, self._model)
+                self._requests.results.change_weights()
 
         await off_loop(functools.partial(self._scheduler.run, update, exclusively=True))
 
@@ -87,7 +83,8 @@ class WeightMethods:
             UnknownAdapterError: `lora_name` is not loaded.
             EngineClosedError: The model was closed.
         """
-        return self._requests.weights_version(lora_name)
+        requests = self._requests
+        return requests.results.weight_changes(), requests.adapter(lora_name)[1]
 
 
 def _update(

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.text_tokens import PerVocabulary
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_integer, checked_number
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.trie.trie import TokenCharacterTrie
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 from genlm.core.vocab.text import adds_space
 
 if TYPE_CHECKING:

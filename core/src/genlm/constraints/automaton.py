@@ -25,10 +25,11 @@ from genlm.constraints.states import (
     first_states,
     member_index,
 )
-from genlm.constraints.text_tokens import PerVocabulary, text_tokens
+from genlm.constraints.text_tokens import text_tokens
 from genlm.constraints.token_table import TokenStates, TokenTable, token_tries
 from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.rows.row_masks import RowMasks
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers

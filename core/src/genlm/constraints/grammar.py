@@ -25,8 +25,8 @@ from genlm.constraints.states import (
     first_states,
     member_index,
 )
-from genlm.constraints.text_tokens import PerVocabulary
 from genlm.core.rows.row_masks import RowMasks
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.protocol import Integers64
-from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.base.error_handling import import_required
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
     from genlm.core.vocab import Vocabulary

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, SupportsIndex, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from genlm.constraints.protocol import Flags, Integers64
-from genlm.core.base.recent_values import recent_value
-from genlm.core.base.validation import checked_stop
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
-    from genlm.core.base.validation import Integers
     from genlm.core.vocab import Vocabulary
-
-T = TypeVar("T")
 
 
 class TextTokens(NamedTuple):
@@ -32,37 +26,6 @@ class TextTokens(NamedTuple):
     texts: list[bytes]
     stop: Integers64
     is_stop: Flags
-
-
-class PerVocabulary(Generic[T]):
-    """A value for a vocabulary and stop tokens, stored for the most recently used stop tokens.
-
-    Args:
-        build: Function of the vocabulary and the stop tokens, ascending, that computes it.
-    """
-
-    def __init__(self, build: Callable[[Vocabulary, Integers64], T]) -> None:
-        self._build = build
-        self._values: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
-
-    def get(self, vocabulary: Vocabulary, stop: Integers | SupportsIndex | None) -> T:
-        """Return the value for a vocabulary.
-
-        Args:
-            vocabulary: The vocabulary.
-            stop: Token ids that end a text; None for the end of text of the tokenizer, if
-                it has one.
-
-        Raises:
-            TypeError: `stop` is not token ids.
-            TokenIdError: An id of `stop` is outside the vocabulary.
-        """
-        stop_ids, stop_texts = checked_stop(stop, vocabulary.size, vocabulary.eos_token_id)
-        if stop_texts:
-            raise TypeError(f"stop={stop!r}; expected token ids, not texts")
-        ids = np.array(sorted(stop_ids), np.int64)
-        values = self._values.setdefault(vocabulary, {})
-        return recent_value(values, ids.tobytes(), lambda: self._build(vocabulary, ids))
 
 
 def _text_tokens(vocabulary: Vocabulary, stop: Integers64) -> TextTokens:

@@ -12,11 +12,12 @@ import numpy.typing as npt
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
 from genlm.constraints.protocol import Flags, Integers64
 from genlm.constraints.states import DEAD, FINISHED, LIVE
-from genlm.constraints.text_tokens import PerVocabulary, TextTokens, text_tokens
+from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.symbols import Symbols
+from genlm.core.vocab.per_vocabulary import PerVocabulary
 from genlm.engines.memory import free_memory_bytes
 
 TokenStates: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]

@@ -174,7 +174,7 @@ class SamplesKeptWithoutTheirLastToken(MembersKeptWithoutTheirLastToken):
     """Keeps the state of continuations for single requests, without their last tokens."""
 
 
-@engine_mutant(killed_by="tight-budgets-change-no-population")
+@engine_mutant(killed_by="tight-budgets-change-nothing")
 class MemoryOfPopulationsReused(EvictedMemoryReused):
     """Frees the memory of an evicted prefix although members still use it."""
 

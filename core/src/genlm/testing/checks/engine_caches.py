@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from genlm import Capability, OutputCache
 from genlm.testing.check import NotApplicable, Skipped, engine_check
+from genlm.testing.checks.engine_populations import check_populations_in_turns
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple, near_misses
@@ -77,7 +78,7 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
 
 @engine_check()
 def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
-    """Rows do not change when the engine's caches have almost no room."""
+    """Rows of sequences and populations do not change when caches have almost no room."""
     variants = fixture.target.tight_options
     if not variants:
         if Capability.PREFIX_CACHE in fixture.lm.capabilities:
@@ -86,7 +87,7 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
     roots = fixture.some_sequences(4)
     for root in roots:
         fixture.expected_rows(root)
-    for options in variants:
+    for salt, options in enumerate(variants):
         lm = fixture.load(engine_options=options, output_cache=OutputCache(1))
         for length in [*range(1, fixture.max_length + 1), 1, fixture.max_length]:
             batch = [root[:length] for root in roots]
@@ -98,6 +99,7 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
                 )
             context = lm.context(batch[1])  # drops the last one, whose state may be evicted
             fixture.check_context(context, engine_options=options, after=batch)
+        check_populations_in_turns(fixture, lm, salt, engine_options=options)
 
 
 @engine_check(needs=Capability.PREFIX_CACHE)

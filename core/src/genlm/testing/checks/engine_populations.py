@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
-from genlm.testing.check import NotApplicable, engine_check, expect
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.strategies import TokenTuple
 
@@ -191,26 +191,20 @@ def populations_have_their_adapter(fixture: EngineFixture) -> None:
         populations = [population.extend(ids) for population in populations]
 
 
-@engine_check()
-def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
-    """Populations have the right rows when the engine's caches have almost no room."""
-    variants = fixture.target.tight_options
-    if not variants:
-        raise NotApplicable("the target names no tight_options")
-    for salt, options in enumerate(variants):
-        prompts = [
-            token_ids[: max(1, fixture.max_length - 2 * STEPS)]
-            for token_ids in fixture.some_sequences(3, salt=100 + salt)
-        ]
-        lm = fixture.load(engine_options=options, output_cache=OutputCache(0))
-        populations = [
-            (lm.population(prompt, fixture.members), [prompt] * fixture.members)
-            for prompt in prompts
-        ]
-        for step in range(STEPS):
-            for number, (population, members) in enumerate(populations):
-                seed = 1000 * salt + 10 * step + number
-                populations[number] = _resample_and_extend(fixture, population, members, seed)
-                fixture.check_population(
-                    *populations[number], engine_options=options, seed=seed
-                )
+def check_populations_in_turns(
+    fixture: EngineFixture, lm: AsyncLM, salt: int, **example: Any
+) -> None:
+    """Compare populations of several prompts that are resampled and extended in turns."""
+    prompts = [
+        token_ids[: max(1, fixture.max_length - 2 * STEPS)]
+        for token_ids in fixture.some_sequences(3, salt=100 + salt)
+    ]
+    populations = [
+        (lm.population(prompt, fixture.members), [prompt] * fixture.members)
+        for prompt in prompts
+    ]
+    for step in range(STEPS):
+        for number, (population, members) in enumerate(populations):
+            seed = 1000 * salt + 10 * step + number
+            populations[number] = _resample_and_extend(fixture, population, members, seed)
+            fixture.check_population(*populations[number], seed=seed, **example)

@@ -39,9 +39,9 @@ async def entered(trie: HeldTrie) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("returns", ["numpy", "torch"])
-def test_concurrent_calls_share_one_batch_and_get_their_own_rows(operation, returns) -> None:
+def test_concurrent_calls_share_batches_and_get_their_own_rows(operation, returns) -> None:
     trie = HeldTrie()
-    rows = np.random.default_rng(0).random((20, 3))
+    rows = np.random.default_rng(0).random((100, 3))
 
     async def ask() -> list:
         async with AsyncTokenCharacterTrie(trie) as front:
@@ -49,7 +49,7 @@ def test_concurrent_calls_share_one_batch_and_get_their_own_rows(operation, retu
             return await asyncio.gather(*(call(row, returns=returns) for row in rows))
 
     answers = asyncio.run(ask())
-    assert trie.batches == [(operation, 20)]
+    assert trie.batches == [(operation, 64), (operation, 36)]
     expected = getattr(TokenCharacterTrie(VOCAB), f"batch_weight_{operation}")(rows)
     for answer, row in zip(answers, expected, strict=True):
         assert isinstance(answer, torch.Tensor if returns == "torch" else np.ndarray)

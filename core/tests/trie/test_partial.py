@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,22 @@ def test_only_weights_below_the_nodes_are_read() -> None:
     ws[[3, 4]] = 1, 2
     node = trie.node_of(b"ab")
     assert trie.partial_sum(ws, trie.child_prefixes(node)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_are_reduced_a_part_at_a_time(operation, monkeypatch) -> None:
+    monkeypatch.setattr("genlm.core.trie.partial._WEIGHTS_AT_ONCE", 2**13)
+    trie = TokenCharacterTrie(VOCAB)
+    ws = np.random.default_rng(0).random((2**14 + 1, len(VOCAB)))
+    expected = getattr(trie, f"batch_weight_{operation}")(ws)[:, [trie.root]]
+    tracemalloc.start()
+    try:
+        values = getattr(trie, f"partial_{operation}")(ws, [trie.root])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_allclose(values, expected, rtol=1e-14)
+    assert peak - values.nbytes < ws.nbytes / 2
 
 
 def test_a_frontier_may_mix_nested_repeated_and_distant_nodes() -> None:

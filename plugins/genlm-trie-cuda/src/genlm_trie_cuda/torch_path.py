@@ -1,7 +1,8 @@
 """Reductions in torch operations: of all nodes without Triton, and of some nodes.
 
-They follow the same plan as the kernels, with one torch operation per level and per k-th piece.
-They compute in the dtype of the result, so devices without float64 (MPS) are supported.
+They follow the same plan as the kernels, with one torch operation per level and per k-th piece
+for `ROWS_AT_ONCE` rows. They compute in the dtype of the result, so devices without float64
+(MPS) are supported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.plugin import TrieLayout
-from genlm_trie_cuda.plan import TreePlan
+from genlm_trie_cuda.plan import ROWS_AT_ONCE, TreePlan
 
 Operation = Literal["sum", "max", "logsumexp"]
 
@@ -41,9 +42,12 @@ def reduce_rows(
             computation.
     """
     n_tokens = rows.shape[1]
-    leaves = out[:, :n_tokens]
-    leaves.copy_(rows)
-    out[:, n_tokens:] = _reduce_ranks(plan, operation, leaves.index_select(1, plan.order))
+    parts = torch.split(rows, ROWS_AT_ONCE), torch.split(out, ROWS_AT_ONCE)
+    for weights, nodes in zip(*parts, strict=True):
+        leaves = nodes[:, :n_tokens]
+        leaves.copy_(weights)
+        ranks = leaves.index_select(1, plan.order)
+        nodes[:, n_tokens:] = _reduce_ranks(plan, operation, ranks)
 
 
 def reduce_nodes(
@@ -68,8 +72,11 @@ def reduce_nodes(
     tokens = torch.from_numpy(layout.order[ranks]).to(rows.device)
     source = len(ranks) + np.arange(len(nodes))
     plan = TreePlan.of(np.arange(len(ranks)), lo, hi, source).to(rows.device)
-    weights = rows.index_select(1, tokens)
-    return _reduce_ranks(plan, operation, weights.to(result_dtype(rows)))
+    parts = [
+        _reduce_ranks(plan, operation, part.index_select(1, tokens).to(result_dtype(rows)))
+        for part in torch.split(rows, ROWS_AT_ONCE)
+    ]
+    return torch.cat(parts)
 
 
 def _reduce_ranks(plan: TreePlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,10 @@ from genlm.core.trie.reductions import Operation
 from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.trie.weights import Returns, check_returns
 
+_ROWS_AT_ONCE = 64
+"""Maximum number of rows that are reduced at once. They are stacked and their results are
+copied, which needs memory in addition to that of all results."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -32,7 +36,7 @@ class Reduction:
 
 
 class ReductionEngine:
-    """Reduces submitted rows; rows of one operation are one batch."""
+    """Reduces submitted rows; rows of one operation form batches."""
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self._trie = trie
@@ -51,7 +55,10 @@ class ReductionEngine:
             kind = (getattr(query.ws, "dtype", None), str(getattr(query.ws, "device", "")))
             batches.setdefault((query.operation, query.returns, *kind), []).append(query)
         return [
-            completion for batch in batches.values() for completion in self._completions(batch)
+            completion
+            for batch in batches.values()
+            for begin in range(0, len(batch), _ROWS_AT_ONCE)
+            for completion in self._completions(batch[begin : begin + _ROWS_AT_ONCE])
         ]
 
     def abort(self, query_id: int) -> None:

@@ -21,13 +21,26 @@ _COMBINE: dict[Operation, np.ufunc] = {
     "logsumexp": np.logaddexp,
 }
 
+_WEIGHTS_AT_ONCE = 2**20
+"""Number of weights that are reduced at once, unless a single row has more."""
+
 
 def partial_weights(
     layout: TrieLayout, rows: Rows, nodes: npt.NDArray[np.int64], operation: Operation
 ) -> Floats:
     """Reduce rows over some nodes; see `TokenCharacterTrie.reduce_nodes`."""
     ranks, lo, hi = layout.ranks_below(nodes)
-    weights = numpy_rows(rows, layout.order[ranks].astype(np.int64))
+    columns = layout.order[ranks].astype(np.int64)
+    step = max(1, _WEIGHTS_AT_ONCE // max(1, len(columns)))
+    parts = [
+        _partial_weights(numpy_rows(rows[begin : begin + step], columns), lo, hi, operation)
+        for begin in range(0, max(1, len(rows)), step)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _partial_weights(weights: Floats, lo: Indices, hi: Indices, operation: Operation) -> Floats:
+    """Reduce the weights of ranks over intervals `[lo, hi)`."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if (lo[1:] == hi[:-1]).all():  # disjoint and ascending: each node is one piece
             values = _reduce_pieces(weights, lo, hi - lo, operation)

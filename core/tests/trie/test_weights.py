@@ -78,6 +78,12 @@ def test_a_sequence_of_rows_is_a_batch(trie) -> None:
     assert trie.batch_weight_sum([]).shape == (0, len(trie))
 
 
+def test_integers_in_a_batch_with_half_precision_are_not_rounded(trie) -> None:
+    rows = [torch.tensor([70_001, 1, 70_003]), torch.tensor(HALVES).half()]
+    expected = [trie.weight_sum(row) for row in rows]
+    np.testing.assert_array_equal(trie.batch_weight_sum(rows), expected)
+
+
 def test_views_and_gradients_are_fine(trie) -> None:
     strided = torch.tensor([HALVES, HALVES]).T.contiguous().T.requires_grad_()
     expected = trie.weight_sum(HALVES)

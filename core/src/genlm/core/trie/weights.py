@@ -129,6 +129,8 @@ def _stack_rows(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
     if all(map(_is_tensor, arrays)) and len({row.device for row in arrays}) == 1:
         import torch
 
+        if len({row.is_floating_point() for row in arrays}) > 1:
+            arrays = [row.double() for row in arrays]  # torch would round the integers
         return torch.stack(arrays)
     return np.stack([_on_host(row) if _is_tensor(row) else row for row in arrays])
 

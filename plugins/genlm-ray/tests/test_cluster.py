@@ -369,6 +369,15 @@ def test_the_cluster_of_this_machine_is_asked_with_its_token(monkeypatch):
     assert modes == ["token"]
 
 
+@pytest.mark.parametrize(
+    "resources",
+    [{}, [], {"num_cpus": 0}, {"num_cpus": -1}, {"num_cpus": float("nan")}, [RESOURCES, {}]],
+)
+def test_resources_without_a_positive_amount_are_refused(resources):
+    with pytest.raises(ValueError, match="at least one of them above 0"):
+        cluster.bundles_of(resources)
+
+
 def test_an_interrupted_reservation_is_given_back(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

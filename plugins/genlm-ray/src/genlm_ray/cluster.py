@@ -337,15 +337,24 @@ def _actor_class(replica: type[Replica]) -> Any:
 
 
 def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
-    """Translate a replica's resources to bundles with Ray's names, the first for the actor."""
+    """Translate a replica's resources to bundles with Ray's names, the first for the actor.
+
+    Raises:
+        ValueError: An amount is negative or NaN, or a bundle has no amount above 0.
+    """
     if resources is None:
         return [{"CPU": 1.0}]
     bundles = []
-    for amounts in [resources] if isinstance(resources, Mapping) else list(resources):
+    for amounts in [resources] if isinstance(resources, Mapping) else resources:
         bundle = {_RAY_NAMES.get(name, name): float(amount) for name, amount in amounts.items()}
-        if not bundle or min(bundle.values()) < 0:
-            raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
         bundles.append({name: amount for name, amount in bundle.items() if amount})
+    all_amounts = [amount for bundle in bundles for amount in bundle.values()]
+    # Ray reserves no empty bundles.
+    if not (bundles and all(bundles) and all(amount > 0 for amount in all_amounts)):
+        raise ValueError(
+            f"resources={resources!r}: expected amounts such as num_cpus=1, at least one of "
+            f"them above 0"
+        )
     return bundles
 
 

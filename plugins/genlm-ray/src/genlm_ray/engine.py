@@ -57,7 +57,7 @@ class RayEngine:
             only.
 
     Raises:
-        ValueError: `max_in_flight` is less than 1.
+        ValueError: `max_in_flight` is less than 1, or `resources` has no amount above 0.
         TypeError: An option for loading replicas is set for a served model.
         ModelLoadError: There is no cluster, this process has joined another cluster, resources
             are missing, or the model is not served or cannot be loaded.

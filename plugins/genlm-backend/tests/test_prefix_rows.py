@@ -73,6 +73,7 @@ READINGS = {
     "by keyword": lambda rows: torch.gather(
         rows, dim=1, index=torch.zeros(len(rows), 1).long()
     ),
+    "only keywords": lambda rows: torch.logsumexp(input=rows, dim=-1),
     "one row": lambda rows: rows[2],
     "iteration": lambda rows: torch.stack(list(rows)),
     "numpy": lambda rows: torch.from_numpy(np.asarray(rows)),
@@ -92,6 +93,12 @@ def test_however_else_it_is_read_it_is_the_table(llm, model, read):
     assert type(found) is torch.Tensor
     expected = read(rows_alone(model, prefixes(TEXT)))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_entries_that_the_caller_changed_are_gathered(llm):
+    rows = asyncio.run(llm.batch_next_token_logprobs(prefixes(TEXT)))
+    rows[0] = -5.0
+    assert read_as_promptedllm_reads(rows, [*TEXT[PROMPT:], 3])[0] == -5
 
 
 def test_rows_are_distributions(llm):

@@ -122,7 +122,7 @@ class PrefixRows(torch.Tensor):
                 entries = rows.gather_known(index)
             if entries is not None:
                 return entries
-        return func(*_whole(args), **_whole(options))
+        return func(*_whole(args), **{name: _whole(value) for name, value in options.items()})
 
     def __repr__(self) -> str:  # type: ignore[override]
         # asyncio calls it on results of tasks, which must not compute the table.
@@ -130,6 +130,8 @@ class PrefixRows(torch.Tensor):
 
     def gather_known(self, index: torch.Tensor) -> torch.Tensor | None:
         """Return the gathered entries, or None if the index has unknown entries."""
+        if self._table is not None:  # callers may have changed it
+            return None
         if isinstance(index, PrefixRows) or index.shape != (len(self._scores) + 1, 1):
             return None
         if index.device != self._targets.device or not index[:-1, 0].equal(self._targets):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from genlm.constraints.matchers import LIBRARIES, MatcherLibrary, MatcherState, Words
+from genlm.constraints.matchers import (
+    LIBRARIES,
+    GrammarSource,
+    MatcherLibrary,
+    MatcherState,
+    Words,
+)
 from genlm.constraints.protocol import (
     Constraint,
     Flags,
@@ -56,15 +63,10 @@ class Grammar(Language):
             raise ValueError(
                 f"library={library!r} for {form}; expected one of {', '.join(supporting)}"
             )
-        self._library, self._form = library, form
-        self._source, self._options = source, dict(options or {})
-        LIBRARIES[library].check(form, source, self._options)
-
-        self._compiled = PerVocabulary(
-            lambda vocabulary, stop: LIBRARIES[library](
-                form, source, self._options, vocabulary, stop
-            )
-        )
+        self._library = library
+        self._source = GrammarSource(form, source, dict(options or {}))
+        LIBRARIES[library].check(self._source)
+        self._compiled = PerVocabulary(functools.partial(LIBRARIES[library], self._source))
 
     @classmethod
     def json_schema(
@@ -145,10 +147,10 @@ class Grammar(Language):
         return _GrammarConstraint(compiled, thread, step, _ended(compiled, step, states))
 
     def __reduce__(self) -> Any:
-        return type(self), (self._library, self._form, self._source, self._options)
+        return type(self), (self._library, *self._source)
 
     def __repr__(self) -> str:
-        return f"<Grammar of {self._form}, by {self._library}>"
+        return f"<Grammar of {self._source.form}, by {self._library}>"
 
 
 class _Step(NamedTuple):

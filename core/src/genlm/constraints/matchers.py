@@ -48,23 +48,32 @@ class MatcherState(NamedTuple):
     length: int
 
 
+class GrammarSource(NamedTuple):
+    """A grammar before it is compiled.
+
+    Attributes:
+        form: `"json_schema"`, `"ebnf"` or `"lark"`.
+        text: Rules, or a schema, which may also be a mapping.
+        options: Keyword arguments of the library's compiler.
+    """
+
+    form: str
+    text: Any
+    options: Mapping[str, Any]
+
+
 class MatcherLibrary(ABC):
     """A grammar that a library has compiled for the tokens of a vocabulary."""
 
     tokens: TextTokens
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
-    """Supported forms of grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
+    """Supported forms of grammars."""
 
     @staticmethod
     @abstractmethod
-    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+    def check(source: GrammarSource) -> None:
         """Check the syntax of a grammar, without a vocabulary.
-
-        Args:
-            form: One of `formats`.
-            source: The grammar.
-            options: Keyword arguments of the library's compiler.
 
         Raises:
             ValueError: The library rejects the grammar.
@@ -72,20 +81,11 @@ class MatcherLibrary(ABC):
         """
 
     @abstractmethod
-    def __init__(
-        self,
-        form: str,
-        source: Any,
-        options: Mapping[str, Any],
-        vocabulary: Vocabulary,
-        stop: Integers64,
-    ) -> None:
+    def __init__(self, source: GrammarSource, vocabulary: Vocabulary, stop: Integers64) -> None:
         """Compile a grammar.
 
         Args:
-            form: One of `formats`.
-            source: The grammar.
-            options: Keyword arguments of the library's compiler.
+            source: The grammar, whose form is one of `formats`.
             vocabulary: The vocabulary.
             stop: Token ids that end a text, ascending.
 
@@ -156,12 +156,12 @@ def _rejections() -> Iterator[None]:
         raise ValueError(f"xgrammar does not accept the grammar: {message}") from error
 
 
-def _parsed_grammar(form: str, source: Any, options: Mapping[str, Any]) -> Any:
+def _parsed_grammar(source: GrammarSource) -> Any:
     """Parse a grammar with xgrammar."""
     kind = _import_library("xgrammar").Grammar
-    parse = kind.from_json_schema if form == "json_schema" else kind.from_ebnf
+    parse = kind.from_json_schema if source.form == "json_schema" else kind.from_ebnf
     with _rejections():
-        return parse(source, **options)
+        return parse(source.text, **source.options)
 
 
 def _tokenizer_info(vocabulary: Vocabulary, stop: Integers64) -> Any:
@@ -192,24 +192,17 @@ class XGrammar(MatcherLibrary):
     formats = ("json_schema", "ebnf")
 
     @staticmethod
-    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+    def check(source: GrammarSource) -> None:
         """Parse a grammar, which takes less than a millisecond."""
-        _parsed_grammar(form, source, options)
+        _parsed_grammar(source)
 
-    def __init__(
-        self,
-        form: str,
-        source: Any,
-        options: Mapping[str, Any],
-        vocabulary: Vocabulary,
-        stop: Integers64,
-    ) -> None:
+    def __init__(self, source: GrammarSource, vocabulary: Vocabulary, stop: Integers64) -> None:
         self._library = library = _import_library(self.name)
         self.tokens = text_tokens.get(vocabulary, stop)
         info = _tokenizer_infos.get(vocabulary, stop)
         # If the start rule refers to itself, xgrammar 0.2 excludes tokens that continue after
         # an inner use of it. A concatenation has a start rule that no rule refers to.
-        grammar = library.Grammar.concat(_parsed_grammar(form, source, options))
+        grammar = library.Grammar.concat(_parsed_grammar(source))
         # With a cache, a compiler reads the printed grammar, in which "éb" is the one character
         # "\\xe9b".
         compiler = library.GrammarCompiler(info, cache_enabled=False)
@@ -243,25 +236,18 @@ class LLGuidance(MatcherLibrary):
     formats = ("json_schema", "lark")
 
     @staticmethod
-    def check(form: str, source: Any, options: Mapping[str, Any]) -> None:
+    def check(source: GrammarSource) -> None:
         """Validate a grammar, which takes a few milliseconds."""
         matcher = _import_library("llguidance").LLMatcher
-        if message := matcher.validate_grammar(_guidance_grammar(form, source, options)):
+        if message := matcher.validate_grammar(_guidance_grammar(source)):
             raise ValueError(f"llguidance does not accept the grammar: {message}")
 
-    def __init__(
-        self,
-        form: str,
-        source: Any,
-        options: Mapping[str, Any],
-        vocabulary: Vocabulary,
-        stop: Integers64,
-    ) -> None:
+    def __init__(self, source: GrammarSource, vocabulary: Vocabulary, stop: Integers64) -> None:
         self._library = library = _import_library(self.name)
         self.tokens = text_tokens.get(vocabulary, stop)
         self._tokenizer = _byte_tokenizers.get(vocabulary, stop)
         self._words = -(-self._tokenizer.vocab_size // 32)
-        grammar = _guidance_grammar(form, source, options)
+        grammar = _guidance_grammar(source)
         self._matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._matcher.is_error():
             message = self._matcher.get_error()
@@ -307,9 +293,10 @@ class LLGuidance(MatcherLibrary):
             words[:] = filled[:, : words.shape[1]]
 
 
-def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str:
+def _guidance_grammar(source: GrammarSource) -> str:
+    form, text, options = source
     if form == "json_schema":
-        schema = json.loads(source) if isinstance(source, str) else source
+        schema = json.loads(text) if isinstance(text, str) else text
         if options:
             if not isinstance(schema, dict):
                 raise ValueError(
@@ -317,9 +304,9 @@ def _guidance_grammar(form: str, source: Any, options: Mapping[str, Any]) -> str
                     f"{schema!r}"
                 )
             schema = {**schema, "x-guidance": {**(schema.get("x-guidance") or {}), **options}}
-        source = f"start: %json {json.dumps(schema)}"
+        text = f"start: %json {json.dumps(schema)}"
     # With forcing, the masks would have only one tokenization of a text that is certain.
-    return f'%llguidance {{"no_forcing": true}}\n{source}'
+    return f'%llguidance {{"no_forcing": true}}\n{text}'
 
 
 class _ByteTokenizer:

@@ -150,7 +150,7 @@ class Scheduler(Generic[EngineT]):
                 not called on an event loop: see `Request`.
         """
         if is_blocking():
-            self.reject_engine_thread()
+            self._reject_engine_thread()
             request = Request(concurrent.futures.Future(), len(submissions), then)
         else:
             request = Request(_new_future(), len(submissions), then)
@@ -213,9 +213,8 @@ class Scheduler(Generic[EngineT]):
             RuntimeError: This method was called on the engine's thread.
             Exception: The error that the function raised.
         """
-        self.reject_engine_thread()
-        call = self._worker.call_exclusively if exclusively else self._worker.call
-        result: T = wait_for(call(function))
+        self._reject_engine_thread()
+        result: T = wait_for(self._worker.call(function, exclusively=exclusively))
         return result
 
     def end(self, error: EngineError) -> None:
@@ -270,7 +269,7 @@ class Scheduler(Generic[EngineT]):
         """Return the counters since the start."""
         return self._worker.statistics()
 
-    def reject_engine_thread(self) -> None:
+    def _reject_engine_thread(self) -> None:
         """Raise `RuntimeError` on the engine's thread, where the call would deadlock."""
         if self._worker.runs_here:
             raise RuntimeError(

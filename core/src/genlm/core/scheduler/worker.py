@@ -162,26 +162,24 @@ class Worker:
                 self._notify()
 
     def call(
-        self, function: Callable[[Any], Any], wait_for: Callable[[Any], bool] | None = None
+        self,
+        function: Callable[[Any], Any],
+        wait_for: Callable[[Any], bool] | None = None,
+        *,
+        exclusively: bool = False,
     ) -> concurrent.futures.Future[Any]:
-        """Run `function(engine)` on the engine's thread, between two steps; see `Call`."""
-        call = Call(function, wait_for)
-        with self._lock:
-            self.check_open()
-            self._calls.append(call)
-            self._notify()
-        return call.future
+        """Run `function(engine)` on the engine's thread, between two steps; see `Call`.
 
-    def call_exclusively(
-        self, function: Callable[[Any], Any]
-    ) -> concurrent.futures.Future[Any]:
-        """Run `function(engine)` after all earlier queries and before all later ones."""
+        With `exclusively`, it runs after all earlier queries and before all later ones.
+        """
+        call = Call(function, wait_for, exclusively)
         with self._lock:
             self.check_open()
-            earlier = self._table.separate_later_requests()
-            call = Call(function, lambda query: query.query_id in earlier, is_exclusive=True)
+            if exclusively:
+                earlier = self._table.separate_later_requests()
+                call.wait_for = lambda query: query.query_id in earlier
+                self._policy.flush(self._table)  # the event loop may be blocked by the caller
             self._calls.append(call)
-            self._policy.flush(self._table)  # the event loop may be blocked by the caller
             self._notify()
         return call.future
 

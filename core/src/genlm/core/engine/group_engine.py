@@ -1,11 +1,20 @@
 """Conversion of queries for groups and texts into queries that an engine accepts.
 
-A group query for continuations becomes one group query per token. Each of them is submitted
-when the previous one is complete, without passing through the scheduler or an event loop. A
-group query of few members, or for an engine that accepts no group queries, becomes one query
-per distinct sequence, which requests the entries of the group's columns for the members that
-have this sequence. A query for scores or reductions of a text, for an engine without
-`Capability.SCORE`, becomes the group query of its prefixes.
+What a query becomes, and where a `GroupEngine` keeps it until it is complete::
+
+    text, engine without `Capability.SCORE`    group query of its prefixes      _texts
+    group of few members                       query per distinct sequence      _divided
+    continuations                              group query per token            _runs
+    continuations of few members               query per sequence and token     _divided
+    the same, for their tokens only, engine    wait for the next step           _waiting
+      with `keep_sequences`
+        enough members together                group query per token            _runs
+        otherwise                              query per sequence and token     _divided
+
+All groups have few members for an engine that accepts no group queries. The query for a
+distinct sequence requests the entries of the group's columns for the members that have this
+sequence. The query for the next token is submitted when the previous one is complete, without
+passing through the scheduler or an event loop.
 """
 
 from __future__ import annotations

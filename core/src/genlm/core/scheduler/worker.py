@@ -1,9 +1,18 @@
 """The engine's thread: submits arrived requests, steps the engine, delivers results.
 
-The worker calls `submit`, `step`, `abort` and `close` of an engine. `request_table` stores the
-unfinished requests, `batching` decides when a batch is dispatched, `steps` calls the engine,
-`calls` runs functions between two steps, `results` checks and stores results, and `delivery`
-wakes the callers. One lock guards the state that threads share.
+Callers add work to shared state, which one lock guards, except that finalizers add releases
+without it. Each call of `_work` takes work in this order::
+
+    callers, any thread     shared state                     the engine's thread
+
+    leave, reset            ids of abandoned queries   --->  engine.abort
+    call                    calls                      --->  function(engine)
+    enqueue, flush          RequestTable.inbox         --->  engine.submit
+    release                 ReleaseQueue               --->  release(engine, items)
+                            RequestTable.in_engine     --->  engine.step
+    future of a request     Delivery                   <---  check_results, store_results
+
+`BatchingPolicy` decides when the inbox is submitted and when the engine is stepped.
 
 An evaluation is removed from the table together with its delivery: an exception between a step
 and the delivery becomes the result of the evaluations concerned.

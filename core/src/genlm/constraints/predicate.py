@@ -355,25 +355,21 @@ class _Search:
     """The draws of one step for all members, until each has an accepted token.
 
     Attributes:
-        is_over: Whether a member needs no further draw; set by the first `take`.
+        is_over: Whether a member needs no further draw.
         is_cancelled: Whether the draw was cancelled.
         weights: Temperatures and biases of the draws of all members.
     """
 
-    is_over: Flags
     weights: RowWeights
 
     def __init__(self, constraint: _PythonConstraint, population: Population) -> None:
         self.is_cancelled = False
         self._constraint = constraint
-        self._population = population
         self._tested = 0  # draws of each member that is not over
         self._needed = 0  # draws of the member that needed most of them
-
-    def _start(self) -> None:
-        states = self._constraint.states
-        is_active = ~self._population.finished.numpy() & (states != FINISHED)
-        self.is_over = ~is_active | (states == DEAD)
+        states = constraint.states
+        is_active = ~population.finished.numpy() & (states != FINISHED)
+        self.is_over: Flags = ~is_active | (states == DEAD)
         # The columns of the result; a member without a token keeps these values.
         self._token_ids = np.full(len(is_active), -1)
         self._logprobs = np.where(is_active, -np.inf, 0.0)
@@ -389,8 +385,6 @@ class _Search:
             The accepted tokens with their weights, for which `advance` is prepared; None if a
             member needs more draws.
         """
-        if not self._tested:
-            self._start()
         constraint, minimum = self._constraint, 1 + self._constraint.language.extra_draws
         members = np.flatnonzero(~self.is_over)
         tests = self._tests(members, drawn.token_ids.numpy()[members])

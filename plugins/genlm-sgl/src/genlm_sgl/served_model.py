@@ -84,7 +84,7 @@ class ServedModel:
                 f"example engine_opts={{'attention_backend': 'triton'}}"
             )
         reasons = {
-            "an encoder": self._runner.model_config.is_encoder_decoder,
+            "an encoder": runner.model_config.is_encoder_decoder,
             "n-gram embeddings": runner.ngram_embedding_manager.enabled,
             "recurrent layers": type(runner.req_to_token_pool) is not ReqToTokenPool,
             "a KV cache with several kinds of slots": (
@@ -251,6 +251,7 @@ class ServedModel:
                 extend_lens=lengths,
                 extend_num_tokens=sum(lengths),
             )
+            # The hook of `read_hidden_states` has computed the logits of the places.
             return logits if places is None else self._logits.pop()
         finally:
             self._logit_places = None

@@ -55,8 +55,8 @@ def _block_table(kv_cache_manager: Any) -> Any | None:
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     managers: Sequence[Any] = kv_cache_manager.coordinator.single_type_managers
-    frees_late = [type(manager) for manager in managers] == [FullAttentionManager]
-    return managers[0] if frees_late else None
+    kinds = [type(manager) for manager in managers]
+    return managers[0] if kinds == [FullAttentionManager] else None
 
 
 class ResidentRequest:
@@ -139,7 +139,7 @@ class RunningRequests:
         )
         self.turns = Turns()
         core.scheduler.waiting = PriorityRequestQueue()  # by turn, then by age
-        self._schedule, core.scheduler.schedule = core.scheduler.schedule, self._recorded
+        self._vllm_schedule, core.scheduler.schedule = core.scheduler.schedule, self._schedule
         self.steps = self.tokens_computed = 0
         lora = engine.vllm_config.lora_config
         self._max_batch_adapters = 0 if lora is None else lora.max_loras
@@ -152,7 +152,8 @@ class RunningRequests:
         )
         self._last_steps: dict[str, int] = {}  # in which requests received their last token
 
-    def _recorded(self, *arguments: Any) -> Any:
+    def _schedule(self, *arguments: Any) -> Any:
+        """Limit long prompts, call vLLM's `schedule`, and record the turn and the tokens."""
         waiting = self._scheduler.waiting
         if waiting:
             self.turns.begin_step(waiting.peek_request().priority)
@@ -160,7 +161,7 @@ class RunningRequests:
         if held:
             waiting.remove_requests(held)
         try:
-            output = self._schedule(*arguments)
+            output = self._vllm_schedule(*arguments)
         finally:
             for request in held:
                 waiting.add_request(request)
@@ -379,7 +380,7 @@ class RunningRequests:
 
     def _unallocated_blocks(self, requests: Iterable[Any]) -> int:
         """Return the number of blocks that vLLM's requests have yet to allocate."""
-        missing, begun, size = 0, [], self._manager.block_size
+        missing, new, size = 0, [], self._manager.block_size
         for request in requests:
             held = len(self._manager.req_to_blocks.get(request.request_id, ()))
             full, rest = divmod(request.num_tokens, size)
@@ -387,8 +388,8 @@ class RunningRequests:
                 missing += max(0, full + bool(rest) - held)
             else:
                 missing += bool(rest)
-                begun.append((request, full))
-        return missing + self.missing_blocks(begun)
+                new.append((request, full))  # the prefix cache may have its full blocks
+        return missing + self.missing_blocks(new)
 
     def count_to_end(self, names: Sequence[str], room: Room) -> int | None:
         """Return how many of the first of some requests must end to free room.

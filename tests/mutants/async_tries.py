@@ -14,7 +14,7 @@ from .mutant import core_fault
 @core_fault(
     ReductionEngine,
     "_reduce",
-    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_batches_and_get_their_own_rows",
 )
 def rows_given_out_backwards(reduce):
     """Gives the rows of a batch to its callers in the opposite order."""
@@ -60,7 +60,7 @@ def operations_in_one_batch(step):
 @core_fault(
     AsyncTokenCharacterTrie,
     "weight_sum",
-    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_batches_and_get_their_own_rows",
 )
 def mass_as_maximum(_weight_sum):
     """Finds the largest probability instead of the mass."""
@@ -70,7 +70,7 @@ def mass_as_maximum(_weight_sum):
 @core_fault(
     ReductionEngine,
     "_reduce",
-    found_by="trie/test_async_trie.py::test_concurrent_calls_share_one_batch_and_get_their_own_rows",
+    found_by="trie/test_async_trie.py::test_concurrent_calls_share_batches_and_get_their_own_rows",
 )
 def row_by_row(reduce):
     """Reduces the rows of a batch one after another."""

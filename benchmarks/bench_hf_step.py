@@ -95,12 +95,12 @@ def watched(model: Any) -> Iterator[Stopwatches]:
         for module in modules
         for handle in watches.on(name, module)
     ]
-    evaluate = HFEngine.evaluate_queries
-    HFEngine.evaluate_queries = watches.around("evaluate", evaluate)  # type: ignore[method-assign]
+    evaluate = HFEngine.evaluate
+    HFEngine.evaluate = watches.around("evaluate", evaluate)  # type: ignore[method-assign]
     try:
         yield watches
     finally:
-        HFEngine.evaluate_queries = evaluate  # type: ignore[method-assign]
+        HFEngine.evaluate = evaluate  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()
 

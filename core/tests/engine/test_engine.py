@@ -45,13 +45,9 @@ class FunctionEngine(BatchEngine):
         self.rows = rows
         self.calls = 0
 
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        raise AssertionError("evaluate_queries is called")
-
-    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor | GroupValues:
         self.calls += 1
-        values = self.rows(len(queries))
-        return values if isinstance(values, GroupValues) else GroupValues(values, False)
+        return self.rows(len(queries))
 
 
 # -- halving --------------------------------------------------------------------------

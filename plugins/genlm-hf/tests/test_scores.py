@@ -13,13 +13,12 @@ import torch
 from torch.nn.functional import pad
 
 from genlm import AsyncLM, Capability, Query, TokenScores
-from genlm.plugin import rows_from_logits
 from genlm_hf.engine import HFEngine
 
 from .families import FAMILIES, family, path_of
 from .population import used
 from .test_adapters import make_adapter
-from .tiny import VOCAB_SIZE, WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
+from .tiny import VOCAB_SIZE, WIDTH, answers, build_model, ids_of_lengths, llama_settings
 
 Ids = Sequence[int]
 PATHS = ("packed", "slot_cache", "padded")
@@ -346,22 +345,3 @@ def test_callers_get_what_a_loop_over_rows_gives(folder: Path) -> None:
             )
             entries = rows.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
             assert (logprobs - entries).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_the_rows_of_a_pass_are_not_copied_before_they_are_reduced(
-    llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
-    created: list[torch.Tensor] = []
-
-    def record(*args: Any) -> torch.Tensor:
-        created.append(rows_from_logits(*args))
-        return created[-1]
-
-    monkeypatch.setattr("genlm.prefix.engine.rows_from_logits", record)
-    sequences = ids_of_lengths(5, 9, 7)
-    rows = engine.evaluate([Query(i, tuple(ids)) for i, ids in enumerate(sequences)])
-    assert [tensor.data_ptr() for tensor in created] == [rows.data_ptr()]
-    for row, ids in zip(rows, sequences, strict=True):
-        assert (row - alone(llama, ids)).abs().max() <= 1e-5

@@ -6,11 +6,12 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
-from genlm.plugin import TokenSequence
+from genlm.plugin import Query, TokenSequence, rows_from_logits
 from genlm_llamacpp.conformance import TinyGguf
 from genlm_llamacpp.engine import LlamaCppEngine
 
@@ -33,6 +34,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def llama(make: Make) -> TinyGguf:
     return make("llama")
+
+
+def rows_of(engine: LlamaCppEngine, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows by one `evaluate`, which does not try again with each sequence alone."""
+    queries = [Query(i, ids) for i, ids in enumerate(sequences)]
+    return rows_from_logits(engine.evaluate(queries).values, engine.vocabulary)
 
 
 def check_memory(engine: LlamaCppEngine) -> None:

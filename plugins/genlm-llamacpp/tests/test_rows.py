@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import genlm
 from genlm import AsyncLM, OutputCache
-from genlm.plugin import Query
 from genlm.testing import TINY_LLAMA, TinyModel
 from genlm_llamacpp import checkpoint
 from genlm_llamacpp.checkpoint import write_model
 from genlm_llamacpp.engine import LlamaCppEngine
+
+from .conftest import rows_of
 
 EXACT = ("llama", "qwen2", "qwen3", "mamba")
 GELU = ("gemma2", "gpt2")
@@ -36,8 +37,7 @@ def sequences(seed: int = 0) -> list[list[int]]:
 
 
 def largest_error(engine, model, requested) -> float:
-    queries = [Query(i, ids) for i, ids in enumerate(requested)]
-    rows = engine.evaluate(queries).double()
+    rows = rows_of(engine, requested).double()
     expected = torch.stack([model.logprobs(ids) for ids in requested])
     return float((rows - expected).abs().max())
 
@@ -116,7 +116,7 @@ def test_quantised_rows_are_those_of_the_dequantised_weights(make, tmp_path, wei
     expected = transformers_rows(folder, sequences())
     engine = model.engine()
     try:
-        found = engine.evaluate([Query(i, ids) for i, ids in enumerate(sequences())])
+        found = rows_of(engine, sequences())
     finally:
         engine.close()
     error = (found[:, :300].log_softmax(-1) - expected).abs()

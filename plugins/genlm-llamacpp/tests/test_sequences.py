@@ -14,7 +14,7 @@ from genlm_llamacpp.batch import Extensions, build_batch
 from genlm_llamacpp.context import LlamaContext
 from genlm_llamacpp.division import choose_parts
 
-from .conftest import check_memory
+from .conftest import check_memory, rows_of
 
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
@@ -40,7 +40,7 @@ def test_random_batches_have_the_right_rows(make, name):
             ]
             known = [*known, *requested][-20:]
             unique = [list(ids) for ids in {tuple(ids): None for ids in requested}]
-            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(unique)])
+            rows = rows_of(engine, unique)
             expected = torch.stack([model.logprobs(ids) for ids in unique])
             torch.testing.assert_close(rows.double(), expected, atol=tolerance, rtol=0)
             check_memory(engine)
@@ -82,7 +82,7 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
             engine.evaluate([Query(0, [generator.randrange(300) for _ in range(length)])])
             reused = [n for n in engine._sequences._idle if first_held(memory, n) > 20]
         requested = [*engine._sequences._ids[reused[0], :20].tolist(), 5]
-        row = engine.evaluate([Query(0, requested)])[0]
+        [row] = rows_of(engine, [requested])
     finally:
         engine.close()
     torch.testing.assert_close(row.double(), model.logprobs(requested), atol=4e-3, rtol=0)
@@ -99,7 +99,7 @@ def test_no_pass_of_a_batch_loses_tokens_that_an_earlier_pass_needs(make):
                 tuple(generator.randrange(3, 300) for _ in range(generator.randint(9, 48)))
                 for _ in range(generator.randint(1, 4))
             ]
-            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(batch)])
+            rows = rows_of(engine, batch)
             expected = torch.stack([model.logprobs(ids) for ids in batch])
             torch.testing.assert_close(rows.double(), expected, atol=4e-3, rtol=0)
             known += batch
@@ -253,7 +253,7 @@ def test_a_divided_cache_with_windows_computes_sequences_one_after_the_other(mak
     monkeypatch.setattr(LlamaContext, "decode", counted)
     try:
         for batch in [[(5, 6, 7), (8, 9)], [(5, 6, 7, 8), (8, 9, 7)]]:
-            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(batch)])
+            rows = rows_of(engine, batch)
             expected = torch.stack([model.logprobs(ids) for ids in batch])
             torch.testing.assert_close(rows.double(), expected, atol=4e-3, rtol=0)
     finally:
@@ -303,7 +303,6 @@ def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch, met
     The same holds for a context that has other parameters than requested.
     """
     distinct = [[i, *range(20)] for i in range(4)]
-    queries = [Query(i, ids) for i, ids in enumerate(distinct)]
     expected = torch.stack([llama.logprobs(ids) for ids in distinct])
     called = getattr(LlamaContext, method)
     engine = llama.engine(n_ctx=1024)
@@ -317,15 +316,15 @@ def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch, met
     monkeypatch.setattr(LlamaContext, method, without_memory)
     try:
         with pytest.raises(EvaluationError, match="no memory"):
-            engine.evaluate(queries)
+            rows_of(engine, distinct)
         engine.clear_prefix_cache()
         refused.remove(True)
-        rows = engine.evaluate(queries)
+        rows = rows_of(engine, distinct)
         assert engine._context.parts == 0
         torch.testing.assert_close(rows.double(), expected, atol=1e-4, rtol=0)
         engine.clear_prefix_cache()
         refused.clear()
-        assert engine.evaluate(queries).isfinite().all()
+        assert rows_of(engine, distinct).isfinite().all()
         assert engine._context.parts == 4
     finally:
         engine.close()

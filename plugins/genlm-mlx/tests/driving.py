@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm import Query
+from genlm import Query, rows_from_logits
 from genlm_mlx.engine import MLXEngine
 
 Ids = tuple[int, ...]
@@ -17,7 +17,8 @@ Oracle = Callable[[Sequence[int]], torch.Tensor]
 
 def rows_of(engine: MLXEngine, sequences: Sequence[Ids], adapter: str | None = None) -> Any:
     """Rows by one `evaluate`, which does not try again with each sequence alone."""
-    return engine.evaluate([Query(i, ids, adapter) for i, ids in enumerate(sequences)])
+    queries = [Query(i, ids, adapter) for i, ids in enumerate(sequences)]
+    return rows_from_logits(engine.evaluate(queries).values, engine.vocabulary)
 
 
 def largest_error(engine: MLXEngine, sequences: Sequence[Ids], oracle: Oracle) -> float:

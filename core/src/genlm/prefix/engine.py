@@ -15,14 +15,11 @@ from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.engine.halving import UnfinishedError
 from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
-from genlm.core.rows.logits import rows_from_logits
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
-    import torch
-
     from genlm.core.queries.generations import Generation, Integers64
     from genlm.core.rows.text_scores import TextResult
 
@@ -188,12 +185,8 @@ class PrefixEngine(BatchEngine):
         indices = path.next_pass(adapter, [query.sequence for query in candidates], firsts)
         return [candidates[index] for index in indices]
 
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the rows of queries with the same adapter; see `BatchEngine.evaluate`."""
-        return rows_from_logits(self.evaluate_queries(queries).values, self.vocabulary)
-
-    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
-        """Compute the logits of queries with the same adapter; see `BatchEngine`."""
+    def evaluate(self, queries: Sequence[Query]) -> GroupValues:
+        """Compute the logits of queries with the same adapter; see `BatchEngine.evaluate`."""
         adapter, sequences = queries[0].adapter, [query.sequence for query in queries]
         passes = self._choice.path.logits_by_pass(adapter, sequences)
         return GroupValues(self._result(queries, passes), are_logits=True)

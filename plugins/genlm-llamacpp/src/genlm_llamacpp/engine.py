@@ -19,7 +19,6 @@ from genlm.plugin import (
     Query,
     TokenSequence,
     check_query,
-    rows_from_logits,
 )
 from genlm.prefix import PieceScores
 from genlm_llamacpp.adapters import Adapters
@@ -176,12 +175,8 @@ class LlamaCppEngine(BatchEngine):
                 break
         return batch
 
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the rows of queries of one adapter; see `BatchEngine.evaluate`."""
-        return rows_from_logits(self.evaluate_queries(queries).values, self.vocabulary)
-
-    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
-        """Compute the logits of queries of one adapter."""
+    def evaluate(self, queries: Sequence[Query]) -> GroupValues:
+        """Compute the logits of queries of one adapter; see `BatchEngine.evaluate`."""
         self._prepare(queries)
         sequences = [query.sequence for query in queries]
         logits = Logits(len(sequences), self._context.n_logits)

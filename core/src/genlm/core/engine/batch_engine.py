@@ -79,37 +79,23 @@ class BatchEngine(abc.ABC):
         return engine
 
     @abc.abstractmethod
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the next-token row of each query.
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor | GroupValues:
+        """Compute the next-token row of each query, or the logits.
 
         Args:
             queries: At least one query, distinct in (adapter, token ids), with at least one
                 token id each.
 
         Returns:
-            Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
-            float32, normalised, row i for query i (`genlm.rows_from_logits` computes
-            them from logits). The engine may reuse the memory in its next step.
-        """
-
-    def evaluate_queries(self, queries: Sequence[Query]) -> GroupValues:
-        """Compute rows or logits of queries, by default the rows of `evaluate`.
-
-        Engines that have logits override this method: the core then computes rows in the memory
-        of their callers, and draws without rows.
-
-        Args:
-            queries: As `evaluate`.
-
-        Returns:
-            Rows or logits, one for each query. The engine may reuse the memory in its next
-            step.
+            Natural-log probabilities, shape `(len(queries), vocabulary.size)`, float32,
+            normalised, row i for query i (`genlm.rows_from_logits` computes them from logits).
+            Or `GroupValues` of the logits: the core then computes rows in the memory of their
+            callers, and draws without rows. The engine may reuse the memory in its next step.
 
         Raises:
             UnfinishedError: Only a part of a query, which was chosen alone, was computed. It
                 stays pending; later steps continue with it.
         """
-        return GroupValues(self.evaluate(queries), are_logits=False)
 
     def score(self, queries: Sequence[Query]) -> Sequence[TokenScores | Reduced | Exception]:  # noqa: ARG002
         """Score texts, or reduce their rows; engines with `Capability.SCORE` implement this.
@@ -125,7 +111,7 @@ class BatchEngine(abc.ABC):
             that after the first `len(query) - n + 1 + i` ids of the query.
 
         Raises:
-            UnfinishedError: As `evaluate_queries`.
+            UnfinishedError: As `evaluate`.
         """
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
 
@@ -387,7 +373,9 @@ class BatchEngine(abc.ABC):
         for query in queries:
             distinct.setdefault((query.adapter, query.sequence.key), query)
         size, method = self.vocabulary.size, f"{type(self).__name__}.evaluate"
-        computed = self.evaluate_queries(list(distinct.values()))
+        computed = self.evaluate(list(distinct.values()))
+        if not isinstance(computed, GroupValues):
+            computed = GroupValues(computed, are_logits=False)
         computed = checked_values(computed, len(distinct), size, method)
         if len(distinct) == len(queries):
             return computed

@@ -54,7 +54,7 @@ class Native(TinyEngine):
         if group.sampling is None:
             super().submit_group(group)
         else:
-            self.runs[group.query_id] = SamplingRun(group, self.vocabulary, self.max_context)
+            self.runs[group.query_id] = SamplingRun(group, self.vocabulary)
 
     def step(self) -> list[Completion]:
         completions = []

@@ -184,9 +184,9 @@ class GroupEngine:
         if group.sampling is None:
             self._submit(group, is_divided=self._is_divided(group))
         elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):
-            self._run(SamplingRun(group, self.engine.vocabulary, self.engine.max_context))
+            self._run(SamplingRun(group, self.engine.vocabulary))
         elif group.sampling.returns_generation or self._keep_sequences is None:
-            self._divide(MemberRuns(group, self.engine.vocabulary, self.engine.max_context))
+            self._divide(MemberRuns(group, self.engine.vocabulary))
         else:
             self._waiting[group.query_id] = group
 
@@ -269,17 +269,17 @@ class GroupEngine:
         by_key: dict[Any, list[GroupQuery]] = {}
         for query in waiting.values():
             by_key.setdefault(joining_key(query), []).append(query)
-        vocabulary, max_context = self.engine.vocabulary, self.engine.max_context
+        vocabulary = self.engine.vocabulary
         for queries in by_key.values():
             count = sum(len(query.row_of) for query in queries)
             if is_idle and count >= self._smallest_group:
-                run = JoinedRun(next(self._query_ids), queries, vocabulary, max_context)
+                run = JoinedRun(next(self._query_ids), queries, vocabulary)
                 try:
                     self._run(run)
                 except Exception:  # noqa: BLE001 - raised again by the query that causes it
                     self._divide_all(run.separated())
             else:
-                self._divide_all(MemberRuns(q, vocabulary, max_context) for q in queries)
+                self._divide_all(MemberRuns(query, vocabulary) for query in queries)
 
     def _separate_joined(self) -> None:
         """Continue joined runs as separate queries, which share passes with other queries."""
@@ -298,10 +298,7 @@ class GroupEngine:
     def _divide_all(self, runs: Iterable[MemberRuns]) -> None:
         """Submit the next queries of several runs."""
         for run in runs:
-            try:
-                self._divide(run)
-            except Exception as error:  # noqa: BLE001 - it fails this query alone
-                self._rejected.append(Completion(run.query.query_id, error=error))
+            self._divide(run)
 
     def _submit(self, group: GroupQuery, *, is_divided: bool) -> None:
         """Submit a group query, or a query for each of its distinct sequences."""
@@ -313,11 +310,8 @@ class GroupEngine:
 
     def _divide(self, group: _DividedGroup | MemberRuns) -> None:
         """Submit the first queries of a divided group."""
-        row_requests = list(group.row_requests())
-        if group.has_failed:
-            group.result()  # raises
         self._divided[group.query.query_id] = group
-        for row_request in row_requests:
+        for row_request in group.row_requests():
             self._submit_row_request(group, *row_request)
 
     def _submit_row_request(

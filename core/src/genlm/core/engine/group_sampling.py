@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.errors import ContextLengthError, EvaluationError
+from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import (
     NO_TOKEN,
     Generation,
@@ -49,7 +49,8 @@ class GroupSampling:
     Attributes:
         places: Index of each member's sequence in the query's generation, shape `(n,)`.
         finished: Flags of the members that draw no token, shape `(n,)`.
-        max_tokens: Maximum number of tokens of each member, shape `(n,)`.
+        max_tokens: Maximum number of tokens of each member, shape `(n,)`; no larger than the
+            context of the model permits.
         weights: Masks, temperatures and biases of the members, and the truncation of all.
         seeds: Seed of each member's random numbers, shape `(n,)`.
         step: Position of the first token in the streams of random numbers.
@@ -102,13 +103,10 @@ class SampledGroup(NamedTuple):
 class _Continuations:
     """A group query with `sampling` while its tokens are drawn."""
 
-    def __init__(
-        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
-    ) -> None:
+    def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
         self.query = query
         self._sampling = sampling_of(query)
         self._vocabulary = vocabulary
-        self._max_context = max_context
         self._tails = [b""] * len(self._sampling.places)
 
     def _has_stop_text(self, member: int, token_id: int) -> bool:
@@ -125,10 +123,8 @@ class SamplingRun(_Continuations):
         generation: Generation with the extended sequences of the members.
     """
 
-    def __init__(
-        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
-    ) -> None:
-        super().__init__(query, vocabulary, max_context)
+    def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
+        super().__init__(query, vocabulary)
         self.generation = query.generation
         self._places = self._sampling.places
         self._finished = self._sampling.finished
@@ -144,15 +140,9 @@ class SamplingRun(_Continuations):
         return not len(self._active)
 
     def next_query(self) -> GroupQuery:
-        """Return the query for the next token of the unfinished members.
-
-        Raises:
-            PopulationError: The contexts of members are full.
-        """
+        """Return the query for the next token of the unfinished members."""
         lineage, members = self.generation.lineage, self._active
-        wanted, row_of = distinct_sequences(
-            lineage, self._places, members, max_context=self._max_context
-        )
+        wanted, row_of = distinct_sequences(lineage, self._places, members)
         self._row_of = row_of
         return dataclasses.replace(
             self.query,
@@ -230,10 +220,8 @@ class MemberRuns(_Continuations):
         pending_ids: Ids of the pending queries of members.
     """
 
-    def __init__(
-        self, query: GroupQuery, vocabulary: Vocabulary, max_context: int | None
-    ) -> None:
-        super().__init__(query, vocabulary, max_context)
+    def __init__(self, query: GroupQuery, vocabulary: Vocabulary) -> None:
+        super().__init__(query, vocabulary)
         self.pending_ids: set[int] = set()
         sampling = self._sampling
         sequence_of = query.generation.lineage.sequence
@@ -254,9 +242,7 @@ class MemberRuns(_Continuations):
         """Yield the draws of the next tokens."""
         for member, is_finished in enumerate(self._finished):
             if not is_finished and len(self._drawn[member]) < self._limits[member]:
-                row_request = self._next_draw(member)
-                if row_request is not None:
-                    yield row_request
+                yield self._next_draw(member)
 
     def add(self, member: int, result: Any) -> RowRequest | None:
         """Add a token, or an error; return the draw of the next token if there is one."""
@@ -300,11 +286,8 @@ class MemberRuns(_Continuations):
             token_ids, numbers[0], numbers[1], generation, places, np.array(self._finished)
         )
 
-    def _next_draw(self, member: int) -> RowRequest | None:
+    def _next_draw(self, member: int) -> RowRequest:
         sequence, sampling = self._sequences[member], self._sampling
-        if self._max_context is not None and len(sequence) > self._max_context:
-            self._errors[member] = ContextLengthError(len(sequence), self._max_context)
-            return None
         position = sampling.step + len(self._drawn[member])
         uniform = stream_uniform(self._seeds[member], position)
         truncation = sampling.weights.truncation

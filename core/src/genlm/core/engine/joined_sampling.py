@@ -30,7 +30,6 @@ class JoinedRun(SamplingRun):
         query_id: int,
         queries: Sequence[GroupQuery],
         vocabulary: Vocabulary,
-        max_context: int | None,
     ) -> None:
         counts = [len(sampling_of(query).places) for query in queries]
         self._begins = np.cumsum([0, *counts[:-1]])
@@ -40,7 +39,7 @@ class JoinedRun(SamplingRun):
         }
         self.unfinished_queries = {query.query_id: query for query in queries}
         self._dropped: list[slice] = []
-        super().__init__(_joined(query_id, queries), vocabulary, max_context)
+        super().__init__(_joined(query_id, queries), vocabulary)
 
     def add(self, result: GroupResult) -> None:
         """Add the tokens that the last query drew; see `SamplingRun.add`."""
@@ -67,7 +66,7 @@ class JoinedRun(SamplingRun):
             ]
         runs = []
         for query_id, query in self.unfinished_queries.items():
-            run = MemberRuns(query, self._vocabulary, self._max_context)
+            run = MemberRuns(query, self._vocabulary)
             for member, tokens in enumerate(drawn[self._members[query_id]]):
                 for token in tokens:
                     run.add(member, token)

@@ -316,7 +316,7 @@ def distinct_sequences(
     places: Integers64,
     members: Integers64 | None,
     *,
-    max_context: int | None,
+    max_context: int | None = None,
 ) -> tuple[Integers64, Integers64]:
     """Return the distinct sequences of members, and the index of each member among them.
 

@@ -22,8 +22,9 @@ RELEASE_DELAY_S = 0.01
 class Call:
     """A function to run on the engine's thread and the future of its result.
 
-    A call with `wait_for` runs when no unfinished query satisfies `wait_for` and the engine has
-    received all aborts. With `is_exclusive`, the engine receives no other queries before.
+    No caller cancels the future. A call with `wait_for` runs when no unfinished query satisfies
+    `wait_for` and the engine has received all aborts. With `is_exclusive`, the engine receives
+    no other queries before.
     """
 
     function: Callable[[Any], Any]
@@ -33,19 +34,12 @@ class Call:
 
     def run(self, engine: Any) -> None:
         """Run the function and finish the future with its result or exception."""
-        if not self.future.set_running_or_notify_cancel():
-            return
         try:
             self.future.set_result(self.function(engine))
         except BaseException as error:
             self.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
-
-    def fail(self, error: Exception) -> None:
-        """Finish the future with an exception, unless it was cancelled."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
 
 
 class ReleaseQueue:

@@ -225,7 +225,7 @@ class Worker:
             self._notify()
         delivery.send()
         for call in calls:
-            call.fail(error)
+            call.future.set_exception(error)
 
     def _after_fork(self) -> None:
         """Reject all requests in a forked process, which lacks the engine's thread."""

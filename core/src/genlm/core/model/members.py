@@ -90,10 +90,9 @@ class Members(Immutable):
         for place in np.unique(first_places).tolist():
             prompt_ids = first.sequence(place).token_ids
             padded[first_places == place, : len(prompt_ids)] = prompt_ids
-        is_token = new_ids >= 0
-        columns = first.lengths[first_places][:, None] + np.cumsum(is_token, axis=1) - 1
-        rows = np.broadcast_to(np.arange(len(self))[:, None], is_token.shape)
-        padded[rows[is_token], columns[is_token]] = new_ids[is_token]
+        positions = np.arange(padded.shape[1])
+        is_after_first = positions >= first.lengths[first_places][:, None]
+        padded[is_after_first & (positions < lengths[:, None])] = new_ids[new_ids >= 0]
         return torch.from_numpy(padded)
 
     @property

@@ -115,6 +115,19 @@ def test_one_step_mixes_the_base_model_and_adapters(engine: Any, base: Any, save
     assert largest_error(engine, saved, None, "red", "green", "blue") <= 1e-4
 
 
+def test_the_time_to_switch_does_not_grow_with_the_parameters_of_other_adapters(
+    engine: Any, saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("red", "green", "blue"):
+        engine.add_adapter(name, saved[name][0])
+    visited: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        torch.Tensor, "requires_grad_", lambda tensor, _: visited.append(tensor)
+    )
+    answers(engine, mixed_requests("red", "green", "blue"))
+    assert not visited
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["red", "green", "blue"])))
 def test_the_order_of_loading_does_not_matter(
     engine: Any, base: Any, saved: Any, order: tuple[str, ...]

@@ -25,6 +25,7 @@ from genlm.plugin import (
 )
 from genlm_hf.peft_layers import (
     AdapterState,
+    activate_adapter,
     active_adapters,
     adapter_layers,
     adapter_state,
@@ -61,7 +62,6 @@ class Adapters(prefix.ModelAdapters[str]):
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._original = _Snapshot(self.model) if preloaded else None
-        self._states: dict[str, AdapterState] = {}  # in which one adapter is active
         self._has_own = bool(preloaded)
         self._layers: list[Any] | None = None
         self._version: Hashable = None  # outside of `activate`, within which it is set
@@ -101,7 +101,7 @@ class Adapters(prefix.ModelAdapters[str]):
         self._peft_model = peft_model
         before.restore_active_adapters()
         before.restore_trainable()
-        self._forget_layers()
+        self._layers = None
         return peft_name
 
     def _unload(self, name: str, adapter: str) -> None:
@@ -111,7 +111,7 @@ class Adapters(prefix.ModelAdapters[str]):
             raise UnknownAdapterError(name, removable)
         before = _Snapshot(self.model)
         self._delete(adapter)
-        self._forget_layers()
+        self._layers = None
         if self._original is not None:
             before.restore_active_adapters()
             if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
@@ -144,7 +144,7 @@ class Adapters(prefix.ModelAdapters[str]):
             self._original.restore()
         self._peft_model = self._original = None
         self.loaded.clear()
-        self._forget_layers()
+        self._layers = None
 
     def _switch(self, name: str) -> None:
         if any(getattr(layer, "merged", False) for layer in self._peft_layers()):
@@ -152,30 +152,12 @@ class Adapters(prefix.ModelAdapters[str]):
                 "adapters are merged into the model's weights, so adapter "
                 f"{name!r} cannot be used; call unmerge_adapter first"
             )
-        if name not in self._states:
-            self._states[name] = self._activate_by_peft(name)
-        _restore(self._states[name])
-
-    def _activate_by_peft(self, name: str) -> AdapterState:
-        """Return the state that peft sets to activate an adapter."""
-        from peft.functional import set_adapter
-
-        trainable = [(p, p.requires_grad) for p in self.model.parameters()]
-        for layer in self._peft_layers():
-            layer.enable_adapters(True)
-        set_adapter(self.model, self.loaded[name], inference_mode=True)
-        for parameter, requires_grad in trainable:  # the caller may train own adapters
-            parameter.requires_grad_(requires_grad)
-        return adapter_state(self._peft_layers())
+        activate_adapter(self._peft_layers(), self.loaded[name])
 
     def _peft_layers(self) -> list[Any]:
         if self._layers is None:
             self._layers = adapter_layers(self.model)
         return self._layers
-
-    def _forget_layers(self) -> None:
-        self._layers = None
-        self._states.clear()
 
     def _current_version(self) -> Hashable:
         if not self._has_own:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Attributes of peft's layers that say which adapters are active. peft's methods set them too,
-# but visit every parameter, which takes longer than a forward pass of a small model.
+# but visit the parameters of all adapters, which takes longer than a forward pass.
 _STATE = ("_active_adapter", "_disable_adapters")
 
 AdapterState = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -27,6 +27,15 @@ def adapter_layers(model: torch.nn.Module) -> list[Any]:
 def adapter_state(layers: Iterable[Any]) -> AdapterState:
     """Return which adapters are active in each of the peft layers."""
     return [(vars(layer), {name: getattr(layer, name) for name in _STATE}) for layer in layers]
+
+
+def activate_adapter(layers: Iterable[Any], adapter: str) -> None:
+    """Activate an adapter alone in each of the peft layers."""
+    for layer in layers:
+        attributes = vars(layer)
+        # A module that adapters replace or wrap as a whole must not have another one active.
+        is_known = adapter in attributes.get("_adapters", (adapter,))
+        attributes.update(_active_adapter=adapter if is_known else [], _disable_adapters=False)
 
 
 def active_adapters(layer: Any) -> tuple[Hashable, ...] | None:

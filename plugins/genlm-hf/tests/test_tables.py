@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
 from genlm.prefix import SCRATCH_SLOT, TableBatch
-from genlm_hf.packed import plan as packed_plan
 from genlm_hf.packed.plan import PackedPlan, plan_table
 
 
@@ -97,18 +95,25 @@ def test_few_tokens_with_short_suffixes_are_one_group() -> None:
     assert SCRATCH_SLOT not in plan.groups[0].suffixes
 
 
+def test_clusters_after_a_short_common_part_are_found() -> None:
+    """The part that they have in common is too short for a prefix of its own."""
+    begins = [[*range(1, 65), 100], [*range(1, 65), 100], [*range(1, 65), 101]]
+    paths = [
+        [*begin, *range(first, first + 90), 300 + first + i]
+        for begin, first in zip(begins, (1000, 2000, 3000), strict=True)
+        for i in range(10)
+    ]
+    batch = batch_of(paths, trunk=64)
+    plan = plan_table(batch)
+    check(plan, batch, paths)
+    prefixes = sorted(group.prefix.tolist() for group in plan.groups)
+    assert prefixes == sorted({tuple(path[:-1]): path[:-1] for path in paths}.values())
+
+
 @pytest.mark.parametrize("are_contiguous", [True, False])
 def test_single_tokens_read_long_suffixes_as_prefixes_if_slots_are_contiguous(
-    are_contiguous: bool, monkeypatch: pytest.MonkeyPatch
+    are_contiguous: bool,
 ) -> None:
-    """Scattered slots are not compared one token after the other."""
-    compared: list[Any] = []
-    saves_gathering = packed_plan._saves_gathering
-    monkeypatch.setattr(
-        packed_plan,
-        "_saves_gathering",
-        lambda *args: compared.append(args) or saves_gathering(*args),
-    )
     count, length = 6, 1500
     stride, step = (length, 1) if are_contiguous else (1, count)
     begins = [65 + i * stride for i in range(count)]
@@ -117,4 +122,3 @@ def test_single_tokens_read_long_suffixes_as_prefixes_if_slots_are_contiguous(
     plan = plan_table(batch)
     check(plan, batch, paths)
     assert len(plan.groups) == (count if are_contiguous else 1)
-    assert len(compared) == (count if are_contiguous else 0)

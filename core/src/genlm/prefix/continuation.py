@@ -70,9 +70,11 @@ def continuation(
     queries.append((repeated[unextended], unextended, lengths[unextended] - 1))
     new_tokens, leaders, before = map(np.concatenate, zip(*queries, strict=True))
     new = allocate(count)
-    slots = np.zeros((len(rows), int(lengths.max())), np.int32)
+    slots = np.empty((len(rows), int(lengths.max())), np.int32)
     width = min(slots.shape[1], table.slots.shape[1])
-    slots[:, :width] = table.slots[rows, :width]
+    is_whole = len(rows) == len(table)  # in order, and not copied twice
+    slots[:, :width] = (table.slots if is_whole else table.slots[rows])[:, :width]
+    slots[:, width:] = SCRATCH_SLOT
     for extended, places, numbers in columns:
         slots[extended, places] = new[numbers]
     new_parents = np.concatenate([unextended[:0], *parents])

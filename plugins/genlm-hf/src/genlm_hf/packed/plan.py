@@ -24,6 +24,7 @@ Shapes of a pass of two groups and one chunk::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm.prefix import (
+    SCRATCH_SLOT,
     BatchLimits,
     Segment,
     Slots,
@@ -101,7 +103,8 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     chunks = [segment for segment in segments if _is_chunk(segment)]
     table = TableBatch.of_segments(segments)
     queries = len(table.tokens) - sum(len(chunk.tokens) for chunk in chunks)
-    groups = list(_segment_groups(table, queries)) if queries else []
+    rows, positions = table.rows[:queries], table.positions[:queries]
+    groups = list(_groups(table.trunk, table.slots, rows, positions)) if queries else []
     members = [group.members for group in groups]
     order = np.concatenate([*members, np.arange(queries, len(table.tokens))])
     slots = table.slots[table.rows, table.positions][order]
@@ -136,26 +139,10 @@ def _is_chunk(segment: Segment) -> bool:
     return len(segment.tokens) > _MAX_QUERY_TOKENS
 
 
-def _segment_groups(batch: TableBatch, queries: int) -> Iterator[QueryGroup]:
-    """Divide the first tokens of segments into groups, with a trunk if that saves gathering."""
-    rows, positions = batch.rows[:queries], batch.positions[:queries]
-    shared = _shared_columns(batch.slots[: rows[-1] + 1, : int(positions.min())])
-    trunk = batch.slots[0, :shared].astype(np.int64)
-    if not _saves_gathering(queries, 0, trunk):
-        trunk = trunk[:0]
-    begin = shared - len(trunk)
-    return _groups(trunk, batch.slots[:, len(trunk) :], rows, positions, begin=begin)
-
-
 def _groups(
-    trunk: Slots,
-    slots: NDArray[np.integer],
-    rows: Integers,
-    positions: Integers,
-    *,
-    begin: int = 0,
+    trunk: Slots, slots: NDArray[np.integer], rows: Integers, positions: Integers
 ) -> Iterator[QueryGroup]:
-    """Divide query tokens into groups: one for the trunk, and clusters with longer prefixes.
+    """Divide query tokens into groups: one for the trunk, and others with longer prefixes.
 
     Args:
         trunk: First slots of all sequences.
@@ -163,88 +150,123 @@ def _groups(
             a sequence are undefined.
         rows: Index of each query token's sequence.
         positions: Position of each query token in its sequence.
-        begin: Number of slots after the trunk that all sequences share, too few for a prefix.
     """
     lengths = positions + 1 - len(trunk)
-    waiting = [(np.arange(len(lengths)), begin)]
-    while waiting:
-        members, shared = waiting.pop()
-        clusters = list(_clusters(slots, rows, lengths, members, shared, len(trunk)))
-        waiting += clusters
-        if clusters:
-            members = np.setdiff1d(
-                members, np.concatenate([cluster for cluster, _ in clusters])
-            )
-        if len(members):
-            shared = 0 if shared == begin else shared
-            prefix = np.concatenate([trunk, slots[rows[members[0]], :shared].astype(np.int64)])
-            suffix_lengths = lengths[members] - shared
-            for part in _similar_lengths(suffix_lengths, len(prefix)):
-                suffixes = _suffixes(slots, rows[members[part]], shared, suffix_lengths[part])
-                yield QueryGroup(members[part], prefix, suffixes)
+    shared = _shared_lengths(slots, rows, lengths, len(trunk))
+    # Sequences with a common slot have the same slots before it.
+    last = np.where(shared > 0, slots[rows, shared - 1], SCRATCH_SLOT)
+    order, bounds = _equal_keys(last)
+    for first, end in itertools.pairwise(bounds.tolist()):
+        members = order[first:end]
+        count = int(shared[members[0]])
+        prefix = np.concatenate([trunk, slots[rows[members[0]], :count].astype(np.int64)])
+        suffix_lengths = lengths[members] - count
+        for part in _similar_lengths(suffix_lengths, len(prefix)):
+            suffixes = _suffixes(slots, rows[members[part]], count, suffix_lengths[part])
+            yield QueryGroup(members[part], prefix, suffixes)
 
 
-def _clusters(  # noqa: PLR0917 - the state of `_groups`
-    slots: NDArray[np.integer],
-    rows: Integers,
-    lengths: Integers,
-    members: Integers,
-    shared: int,
-    trunk: int,
-) -> Iterator[tuple[Integers, int]]:
-    """Yield query tokens whose longer shared prefix justifies a separate group.
+def _shared_lengths(
+    slots: NDArray[np.integer], rows: Integers, lengths: Integers, trunk: int
+) -> Integers:
+    """Return how many slots after the trunk the group of each query token shares.
 
-    Yields:
-        A subset of the members, which share `shared` slots after the trunk, and the number of
-        slots after the trunk that the subset shares.
-    """
-    candidates = members[lengths[members] > shared + 1]  # the last slot is the query token's
-    longest = int(lengths[members].max()) - shared
-    min_saved = (_GROUP_COST + trunk + shared) // _GATHER_COST  # in slots
-    if not len(candidates) or len(candidates) * longest <= min_saved:
-        return
-    keys = slots[rows[candidates], shared]
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    bounds = np.flatnonzero(keys[1:] != keys[:-1]) + 1
-    bounds = np.concatenate([[0], bounds, [len(keys)]])
-    counts = bounds[1:] - bounds[:-1]
-    # Only contiguous slots of a single token save gathering.
-    singles = candidates[order[bounds[:-1]]]
-    spans = slots[rows[singles], lengths[singles] - 2] - keys[bounds[:-1]]
-    may_save = (counts > 1) | (spans == lengths[singles] - 2 - shared)
-    for index in np.flatnonzero(may_save & (counts * longest > min_saved)).tolist():
-        cluster = candidates[order[bounds[index] : bounds[index + 1]]]
-        end = int(lengths[cluster].min()) - 1
-        cluster_slots = slots[rows[cluster], shared:end]
-        added = _shared_columns(cluster_slots)
-        if _saves_gathering(len(cluster), trunk + shared, cluster_slots[0, :added]):
-            yield cluster, shared + added
-
-
-def _shared_columns(slots: NDArray[np.integer]) -> int:
-    """Return the number of leading columns in which all rows are equal."""
-    same = (slots == slots[0]).all(axis=0)
-    return len(same) if same.all() else int(same.argmin())
-
-
-def _saves_gathering(members: int, shared: int, added: NDArray[np.integer]) -> bool:
-    """Whether a separate group saves more gathering than it costs.
+    The sequences form a tree of slots. The query tokens below one of its nodes become a group
+    if the longer prefix saves more gathering than it costs. The nodes after equally many
+    branches are compared at once, since populations that are resampled have many nodes.
 
     Args:
-        members: Number of its query tokens.
-        shared: Number of slots that they share with other query tokens.
-        added: Further slots that they share; contiguous slots cost less.
+        slots: As for `_groups`.
+        rows: As for `_groups`.
+        lengths: Number of slots after the trunk of each query token's sequence.
+        trunk: Number of slots of the trunk.
     """
-    saved, prefix = _GATHER_COST * members * len(added), shared + len(added)
-    is_contiguous = bool((added[1:] - added[:-1] == 1).all())
-    return saved > _GROUP_COST + (1 if is_contiguous else _GATHER_COST) * prefix
+    shared, walked = np.zeros_like(lengths), np.zeros_like(lengths)
+    members = np.arange(len(lengths))
+    if not _saves_gathering(len(members), trunk, int(lengths.max()) - 1):
+        return shared
+    # The last slot of a sequence is the query token's, which no group shares.
+    while len(members := members[walked[members] < lengths[members] - 1]):
+        order, bounds = _equal_keys(slots[rows[members], walked[members]])
+        members, firsts, counts = members[order], bounds[:-1], bounds[1:] - bounds[:-1]
+        limits = np.minimum.reduceat(lengths[members], firsts) - 1
+        leaders = members[firsts]
+        before = shared[leaders]
+        may_save = _saves_gathering(counts, trunk + before, limits - before)
+        members = members[np.repeat(may_save, counts)]
+        leaders, before = leaders[may_save], before[may_save]
+        counts, limits = counts[may_save], limits[may_save]
+        ends = _common_lengths(slots, rows[members], counts, walked[leaders] + 1, limits)
+        walked[members] = np.repeat(ends, counts)
+        span = slots[rows[leaders], ends - 1] - slots[rows[leaders], before]
+        is_contiguous = span == ends - 1 - before
+        saves = _saves_gathering(counts, trunk + before, ends - before, is_contiguous)
+        shared[members] = np.repeat(np.where(saves, ends, before), counts)
+    return shared
 
 
-def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
+def _common_lengths(
+    slots: NDArray[np.integer],
+    rows: Integers,
+    counts: Integers,
+    least: Integers,
+    most: Integers,
+) -> Integers:
+    """Return the number of first slots that the rows below each node have in common.
+
+    Args:
+        slots: As for `_groups`.
+        rows: Rows below the nodes, node by node.
+        counts: Number of rows below each node.
+        least: Smallest possible number for each node.
+        most: Largest possible number for each node.
+    """
+    firsts = np.cumsum(counts) - counts
+    flat, before = slots.reshape(-1), rows * slots.shape[1] - 1
+    leaders = before[firsts]
+    while (least < most).any():
+        middle = (least + most + 1) // 2
+        column = flat[before + np.repeat(middle, counts)]
+        is_equal = column == np.repeat(flat[leaders + middle], counts)
+        are_equal = np.logical_and.reduceat(is_equal, firsts)
+        least, most = np.where(are_equal, middle, least), np.where(are_equal, most, middle - 1)
+    return least
+
+
+def _equal_keys(keys: NDArray[np.integer]) -> tuple[Integers, Integers]:
+    """Return an order with equal keys side by side, and the bounds of equal keys in it."""
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    changes = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+    return order, np.concatenate([[0], changes, [len(keys)]])
+
+
+def _saves_gathering(
+    members: Integers | int,
+    shared: Integers | int,
+    added: Integers | int,
+    is_contiguous: NDArray[np.bool_] | bool = True,
+) -> NDArray[np.bool_]:
+    """Whether separate groups save more gathering than they cost.
+
+    Args:
+        members: Number of query tokens of each group.
+        shared: Number of slots that they share with other query tokens.
+        added: Number of further slots that they share.
+        is_contiguous: Whether the further slots are contiguous, which cost less.
+    """
+    saved, prefix = _GATHER_COST * members * added, shared + added
+    return saved > _GROUP_COST + np.where(is_contiguous, 1, _GATHER_COST) * prefix
+
+
+def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers | slice]:
     """Divide tokens with suffixes of these lengths into groups of limited size."""
+    longest = int(lengths.max())
     max_rows = max(1, min(len(lengths), _MAX_SCORES // max(1, prefix)))
     limits = BatchLimits(max_tokens=_MAX_GATHERED_SLOTS, max_rows=max_rows)
+    if len(lengths) <= limits.rows(longest) and lengths.min() >= limits.shortest(longest):
+        yield slice(None)
+        return
     for indices in plan_batches(lengths, limits):
         yield np.array(indices)
 

@@ -109,23 +109,31 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
         plan: The pass.
         tile: Maximum number of query tokens of an item of a shared prefix.
     """
-    prefix_items, suffix_items, slots = [], [], []
-    first = used_slots = 0
-    for group in plan.groups:
-        count, longest = group.suffixes.shape
-        prefix, end = len(group.prefix), first + count
-        tokens = np.arange(first, end)
-        if prefix:
-            begins = tokens[::tile]
-            counts = np.minimum(tile, end - begins)
-            prefix_items.append(_stack_fields(begins, counts, used_slots, prefix, 0))
-        lengths = plan.positions[first:end] + 1 - prefix
-        begins = used_slots + prefix + longest * np.arange(count)
-        suffix_items.append(_stack_fields(tokens, 1, begins, lengths, prefix))
-        slots += [group.prefix, group.suffixes.reshape(-1)]
-        first, used_slots = end, used_slots + prefix + group.suffixes.size
+    counts, longest = np.array([group.suffixes.shape for group in plan.groups]).T
+    prefixes = np.array([len(group.prefix) for group in plan.groups])
+    sizes = prefixes + counts * longest
+    begins, first = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
+    tiles = np.where(prefixes > 0, -(-counts // tile), 0)
+    owner, done = np.repeat(np.arange(len(tiles)), tiles), tile * _count_up(tiles)
+    prefix_items = _stack_fields(
+        first[owner] + done,
+        np.minimum(tile, counts[owner] - done),
+        begins[owner],
+        prefixes[owner],
+        0,
+    )
+    owner = np.repeat(np.arange(len(counts)), counts)
+    prefix = prefixes[owner]
+    suffix_items = _stack_fields(
+        np.arange(len(owner)),
+        1,
+        begins[owner] + prefix + longest[owner] * _count_up(counts),
+        plan.positions[: len(owner)] + 1 - prefix,
+        prefix,
+    )
+    parts = [part for g in plan.groups for part in (g.prefix, g.suffixes.reshape(-1))]
     return WorkItems(
-        _split_items(prefix_items), _split_items(suffix_items), np.concatenate(slots)
+        _split_items(prefix_items), _split_items(suffix_items), np.concatenate(parts)
     )
 
 
@@ -203,14 +211,11 @@ def _stack_fields(first: Integers, *fields: Integers | int) -> Integers:
     return items
 
 
-def _split_items(parts: list[Integers]) -> Integers:
+def _split_items(items: Integers) -> Integers:
     """Split items of many slots, so that there are enough items to occupy a GPU."""
-    if not parts:
-        return np.empty((0, FIELDS), np.int64)
-    items = np.concatenate(parts)
-    cuts = _TARGET_ITEMS // len(items)
-    if cuts <= 1:
+    if not 1 <= len(items) <= _TARGET_ITEMS // 2:
         return items
+    cuts = _TARGET_ITEMS // len(items)
     lengths = items[:, 3]
     max_length = -(-int(lengths.max()) // (cuts * _KEYS)) * _KEYS
     pieces = -(-lengths // max_length)

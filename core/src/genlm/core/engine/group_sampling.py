@@ -187,11 +187,14 @@ class SamplingRun(_Continuations):
 
     def result(self) -> SampledGroup:
         """Return the tokens of all members."""
-        token_ids, logprobs, draw_logprob = zip(*self._columns, strict=True)
+        columns = [torch.stack(column, 1) for column in zip(*self._columns, strict=True)]
+        # In the last column, no member may have had a possible token.
+        longest = int((columns[0] >= 0).sum(1).max())
+        token_ids, logprobs, draw_logprob = (column[:, :longest] for column in columns)
         return SampledGroup(
-            torch.stack(token_ids, 1),
-            torch.stack(logprobs, 1),
-            torch.stack(draw_logprob, 1),
+            token_ids,
+            logprobs,
+            draw_logprob,
             self.generation,
             self._places,
             self._finished,

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -30,8 +30,30 @@ _SAFE = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 
 _RESULT, _ERROR = -1, -2
 
-_Part = tuple[list[int], bytes, bool]
-"""Places of values, the pickled list of the values, and whether they are `GroupReduction`s."""
+_SEPARATE_BYTES = 2**20
+"""Size from which on arrays are not a part of pickled bytes, which would copy them."""
+
+_Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class _Part(NamedTuple):
+    """Values of a class that are pickled together.
+
+    Attributes:
+        places: Places of the values.
+        data: The pickled list of the values.
+        arrays: Memory of their large arrays, shape `(bytes,)` each.
+        is_group: Whether the values are `GroupReduction`s.
+    """
+
+    places: list[int]
+    data: bytes
+    arrays: list[_Bytes]
+    is_group: bool
+
+
+PackedValues: TypeAlias = tuple[int, list[_Part]]
+"""Number of values, and their parts."""
 
 
 class PackedCompletions(NamedTuple):
@@ -67,11 +89,16 @@ class Transport:
 
     # -- requested outputs ---------------------------------------------------------
 
-    def pack_outputs(self, outputs: Sequence[Reduction | GroupReduction | None]) -> bytes:
-        """Pack requested outputs; None, the row itself, stays None."""
+    def pack_outputs(
+        self, outputs: Sequence[Reduction | GroupReduction | None]
+    ) -> PackedValues:
+        """Pack requested outputs; None, the row itself, stays None.
+
+        Large arrays are not copied; they must not change until the result is sent.
+        """
         return self._pack(outputs, self._unsendable_output)
 
-    def unpack_outputs(self, data: bytes) -> list[Any]:
+    def unpack_outputs(self, packed: PackedValues) -> list[Any]:
         """Unpack requested outputs; outputs that cannot be loaded here fail when computed."""
 
         def failing_output(error: Exception, is_group: bool) -> object:
@@ -81,7 +108,7 @@ class Transport:
             )
             return _undeliverable(message, is_group)
 
-        outputs = _unpack(data, failing_output)
+        outputs = _unpack(packed, failing_output)
         for place, output in enumerate(outputs):
             if output is not None and not isinstance(output, (Reduction, GroupReduction)):
                 error = TypeError(f"it was pickled as {type(output).__name__}")
@@ -193,7 +220,7 @@ class Transport:
 
     def _pack(
         self, values: Sequence[Any], substitute: Callable[[Any, Exception], object]
-    ) -> bytes:
+    ) -> PackedValues:
         """Pickle the values that every process can load together, and others by class.
 
         Args:
@@ -211,40 +238,54 @@ class Transport:
         parts: list[_Part] = []
         for (_, is_group), (places, members) in groups.items():
             try:
-                parts.append((places, self._dumps(members), is_group))
+                parts.append(_Part(places, *self._dumps(members), is_group))
             except Exception:  # noqa: BLE001 - an object may raise anything when pickled
                 parts += [
-                    ([place], self._dumps_alone(value, substitute), is_group)
+                    _Part([place], *self._dumps_alone(value, substitute), is_group)
                     for place, value in zip(places, members, strict=True)
                 ]
-        return pickle.dumps((len(values), parts), pickle.HIGHEST_PROTOCOL)
+        return len(values), parts
 
-    def _dumps_alone(self, value: Any, substitute: Callable[[Any, Exception], object]) -> bytes:
+    def _dumps_alone(
+        self, value: Any, substitute: Callable[[Any, Exception], object]
+    ) -> tuple[bytes, list[_Bytes]]:
         try:
             return self._dumps([value])
         except Exception as error:  # noqa: BLE001 - as above
             return self._dumps([substitute(value, error)])
 
-    def _dumps(self, values: list[Any]) -> bytes:
+    def _dumps(self, values: list[Any]) -> tuple[bytes, list[_Bytes]]:
+        """Return pickled values, and the memory of their large arrays."""
         by_value = self._dumps_by_value
         if by_value is None or _kind(values[0]).__module__ != "__main__":
+            arrays: list[_Bytes] = []
+
+            def is_pickled(buffer: pickle.PickleBuffer) -> bool:
+                memory = np.frombuffer(buffer.raw(), np.uint8)
+                if len(memory) < _SEPARATE_BYTES:
+                    return True
+                arrays.append(memory)
+                return False
+
             try:
-                buffer = io.BytesIO()
-                _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
-                return buffer.getvalue()
+                data = io.BytesIO()
+                _Pickler(data, pickle.HIGHEST_PROTOCOL, buffer_callback=is_pickled).dump(values)
+                return data.getvalue(), arrays
             except (pickle.PicklingError, AttributeError, TypeError):
                 if by_value is None:
                     raise
         assert by_value is not None  # noqa: S101 - see above
-        return by_value(values)
+        return by_value(values), []
 
 
-def _unpack(data: bytes, substitute: Callable[[Exception, bool], object]) -> list[Any]:
-    length, parts = pickle.loads(data)  # noqa: S301 - of a process that this one trusts
+def _unpack(packed: PackedValues, substitute: Callable[[Exception, bool], object]) -> list[Any]:
+    length, parts = packed
     values: list[Any] = [None] * length
-    for places, pickled, is_group in parts:
+    for places, data, arrays, is_group in parts:
         try:
-            members = pickle.loads(pickled)  # noqa: S301 - as above
+            # Arrays that Ray has mapped are read-only, which tensors cannot be.
+            buffers = [each if each.flags.writeable else each.copy() for each in arrays]
+            members = pickle.loads(data, buffers=buffers)  # noqa: S301 - of a trusted process
         except Exception as error:  # noqa: BLE001 - such as a module that is not installed here
             members = [substitute(error, is_group)] * len(places)
         for place, value in zip(places, members, strict=True):

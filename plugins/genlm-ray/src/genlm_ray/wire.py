@@ -55,7 +55,7 @@ class PackedQueries(NamedTuple):
     targets: list[tuple[int, ...]]
     turns: list[int]
     counts: list[int]
-    outputs: bytes
+    outputs: Any
 
 
 def pack_queries(queries: Sequence[Query], turns: list[int] | None = None) -> PackedQueries:
@@ -115,7 +115,7 @@ class PackedGroup(NamedTuple):
     first: PackedSequences
     joined: Sequence[Any]
     steps: list[tuple[_Integers64, _Integers64]]
-    reduction: bytes
+    reduction: Any
 
     @property
     def size(self) -> int:

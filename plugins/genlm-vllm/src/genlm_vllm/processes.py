@@ -44,7 +44,7 @@ class Outputs(tuple[Reduction | GroupReduction | None, ...]):
         return _load_outputs, (TRANSPORT.pack_outputs(self),)
 
 
-def _load_outputs(packed: bytes) -> Outputs:
+def _load_outputs(packed: Any) -> Outputs:
     return Outputs(TRANSPORT.unpack_outputs(packed))
 
 

@@ -11,10 +11,11 @@ What a query becomes, and where a `GroupEngine` keeps it until it is complete::
         enough members together                group query per token            _runs
         otherwise                              query per sequence and token     _divided
 
-All groups have few members for an engine that accepts no group queries. The query for a
-distinct sequence requests the entries of the group's columns for the members that have this
-sequence. The query for the next token is submitted when the previous one is complete, without
-passing through the scheduler or an event loop.
+All groups have few members for an engine that accepts no group queries. Continuations with
+masks or biases are computed like those of many members. The query for a distinct sequence
+requests the entries of the group's columns for the members that have this sequence. The query
+for the next token is submitted when the previous one is complete, without passing through the
+scheduler or an event loop.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import os
 import pickle
 import queue
@@ -459,9 +460,16 @@ def test_aborts_and_drops_that_are_lost_cost_no_request(in_process, reference):
     assert engine.statistics()["replica 0: restarts"] == 0
 
 
-def test_replicas_have_room_for_a_query():
-    with pytest.raises(ValueError, match="max_in_flight=0"):
-        RayEngine("demo", engine="reference", max_in_flight=0)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("max_in_flight", 0), ("max_in_flight", math.nan), ("ping_timeout_s", 0)],
+        *[("step_timeout_s", 0), ("load_timeout_s", -3), ("load_timeout_s", math.inf)],
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_replicas_start(option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        RayEngine("demo", engine="reference", **{option: value})
 
 
 def test_a_message_that_fails_does_not_hold_up_the_next(pair, reference):

@@ -24,7 +24,7 @@ from genlm_ray import cluster, serving
 from genlm_ray.driver import Driver
 from genlm_ray.link import Configuration, counts
 from genlm_ray.router import AnyQuery, Router
-from genlm_ray.spec import ReplicaSpec, Resources
+from genlm_ray.spec import ReplicaSpec, Resources, check_seconds
 
 
 class RayEngine:
@@ -57,7 +57,8 @@ class RayEngine:
             only.
 
     Raises:
-        ValueError: `max_in_flight` is less than 1, or `resources` has no amount above 0.
+        ValueError: `max_in_flight` is less than 1, `resources` has no amount above 0, or a time
+            is not finite and above 0.
         TypeError: An option for loading replicas is set for a served model.
         ModelLoadError: There is no cluster, this process has joined another cluster, resources
             are missing, or the model is not served or cannot be loaded.
@@ -93,8 +94,9 @@ class RayEngine:
         max_in_flight: int = 512,
         ray_opts: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_in_flight < 1:
+        if not max_in_flight >= 1:  # or NaN
             raise ValueError(f"max_in_flight={max_in_flight}; it must be 1 or more")
+        check_seconds(ping_timeout_s=ping_timeout_s, load_timeout_s=load_timeout_s)
         self._groups: list[Any] = []
         self._submitted: list[AnyQuery] = []
         self._finished: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()

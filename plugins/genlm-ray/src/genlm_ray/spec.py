@@ -20,6 +20,13 @@ _MINOR_VERSIONS = frozenset({"torch", "numpy"})
 """Distributions of which only the major and minor version must be equal."""
 
 
+def check_seconds(**times: float) -> None:
+    """Raise `ValueError` unless times are finite and above 0."""
+    for name, time_s in times.items():
+        if not 0 < time_s < math.inf:
+            raise ValueError(f"{name}={time_s!r}: expected a finite time above 0, in seconds")
+
+
 def version_of(name: str) -> str | None:
     """Return the version of a distribution that a driver must have in common with its replicas.
 
@@ -98,7 +105,8 @@ class ReplicaSpec:
 
     Raises:
         TypeError: The model is an object, which cannot be sent.
-        ValueError: `replicas` is less than 1.
+        ValueError: `replicas` is less than 1, or a timeout other than `place_timeout_s` is not
+            finite and above 0.
         PluginError: The backend is not installed.
     """
 
@@ -123,5 +131,10 @@ class ReplicaSpec:
             )
         if self.replicas < 1:
             raise ValueError(f"replicas={self.replicas}: expected at least 1")
+        check_seconds(
+            driver_timeout_s=self.driver_timeout_s,
+            step_timeout_s=self.step_timeout_s,
+            load_timeout_s=self.load_timeout_s,
+        )
         if find_backend(self.engine).name == "ray":
             raise ModelLoadError("engine='ray' has no replicas; name the engine to replicate")

@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[3] / "scripts"))
         ({"type_k": "f15"}, "type_k='f15'; expected one of f32"),
         ({"split_mode": "rows"}, "split_mode='rows'"),
         ({"kv_unified": "auto"}, "kv_unified='auto'; expected True"),
+        ({"flash_attn": "auto"}, "flash_attn='auto'; expected True"),
     ],
 )
 def test_options_are_checked(llama, options, message):

@@ -109,6 +109,8 @@ class LlamaCppEngine(BatchEngine):
     ) -> None:
         if kv_unified not in (None, True, False):
             raise ValueError(f"kv_unified={kv_unified!r}; expected True, False or None")
+        if flash_attn not in (True, False):  # llama.cpp aborts on other numbers
+            raise ValueError(f"flash_attn={flash_attn!r}; expected True or False")
         threads = torch.get_num_threads() if threads is None else threads
         options = ContextOptions(
             n_ctx=n_ctx,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Mapping
 
 import numpy as np
@@ -158,6 +159,12 @@ def test_without_its_plugin_a_trie_for_the_gpu_says_what_to_install(monkeypatch)
     monkeypatch.setattr("genlm.backend.trie.parallel._DeviceTrie", genlm.TokenCharacterTrie)
     with pytest.raises(ImportError, match=r"pip install genlm-trie-cuda, or .* in a clone"):
         ParallelTokenCharacterTrie(TOKENS, device="cuda")
+
+
+def test_a_trie_is_pickled_after_a_mapping_was_read():
+    trie = TokenCharacterTrie([Token(0, b"a"), Token(1, b"ab")])
+    children = list(trie.children)
+    assert list(pickle.loads(pickle.dumps(trie)).children) == children
 
 
 def test_a_trie_is_drawn():

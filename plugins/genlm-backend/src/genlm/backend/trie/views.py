@@ -137,6 +137,10 @@ class TrieViews(genlm.TokenCharacterTrie):
         view: ViewT = views[name] if name in views else views.setdefault(name, compute())
         return view
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the mappings, whose functions cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_views"}
+
     def _sorted_children(self, node: int) -> npt.NDArray[np.int32]:
         if self.is_leaf(node):
             return np.empty(0, np.int32)

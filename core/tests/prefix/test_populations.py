@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import threading
@@ -711,6 +712,25 @@ def test_slots_of_a_dropped_population_are_freed_at_the_next_step(in_a_thread: b
     engine.answer(Query(0, (1, 2)))
     assert engine.statistics()["kv_tokens"] == 3
     check(engine)
+
+
+def test_tables_of_populations_that_were_extended_are_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("genlm.prefix.tables._MAX_EXTENDED_BYTES", 0)
+    engine = Engine(500)
+    population = Members([(1, 2, 0)] * 4)
+    earlier = []
+    for step in range(12):
+        population.ask(engine)
+        earlier.append(copy.copy(population))
+        population.extend([(0,), (1,), (2,), (step % 3,)])
+    assert len(engine.tables._entries) <= 5
+    assert engine.statistics()["tokens_computed"] == 3 + 3 + 4 * 10
+    check(engine)
+    for population in earlier:
+        population.ask(engine)
+        check(engine)
 
 
 def test_a_prompt_is_not_evicted_while_a_population_begins_with_it() -> None:

@@ -16,6 +16,14 @@ from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.node import SCRATCH_SLOT
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
+_MAX_EXTENDED_BYTES = 2**26
+"""Maximum memory of the tables of generations that were extended, except for recent ones. If a
+program keeps the populations of all steps of a filter, the memory of all of their tables is
+quadratic in the number of steps."""
+
+_RECENT = 4
+"""Number of tables used last, which are not evicted to limit the memory."""
+
 
 class Tables:
     """The block tables of generations, least recently used first.
@@ -24,7 +32,8 @@ class Tables:
     tables after it. Tables are released when their generation is dropped, on any thread: the
     next call of `collect` on the engine's thread frees their slots. When the tree lacks slots,
     it evicts its nodes first, then the last tokens of rows, then tables. Rows without their
-    last tokens are continued like rows that were extended by several tokens.
+    last tokens are continued like rows that were extended by several tokens. Tables of
+    generations that were extended are also evicted to limit their memory.
 
     Args:
         tree: Tree that provides slots and contains the first sequences of populations.
@@ -51,6 +60,7 @@ class Tables:
         self.in_use: dict[int, Integers64] = {}
         self.pending: frozenset[int] = frozenset()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._extended_bytes = 0
         # Adapter and sequence of each pinned sequence, by its last slot.
         self._pinned: dict[int, tuple[str | None, TokenSequence]] = {}
         self._dropped: deque[int] = deque()
@@ -58,14 +68,12 @@ class Tables:
     def drop(self, adapter: str) -> None:
         """Release the tables of an adapter, before the tree drops its tokens."""
         for key in [key for key, entry in self._entries.items() if entry.adapter == adapter]:
-            self._free(self._entries.pop(key).table)
+            self._remove(key)
 
     def collect(self) -> None:
         """Free the slots of tables whose generations were dropped."""
         while self._dropped:
-            entry = self._entries.pop(self._dropped.popleft(), None)
-            if entry is not None:
-                self._free(entry.table)
+            self._remove(self._dropped.popleft())
 
     def find(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""
@@ -110,13 +118,17 @@ class Tables:
         reference, base = _reference(generation), _reference(generation.root)
         previous = None if base is None else self._entries.get(base.key)
         if reference is None or previous is None:
+            if previous is not None and base is not None and not previous.is_extended:
+                self._entries[base.key] = previous._replace(is_extended=True)
+                self._extended_bytes += previous.nbytes
             reference = _Reference(next(self._keys), self._dropped)
             generation.keep(reference)
         else:
-            self._free(previous.table)
+            self._remove(reference.key)
         is_cut = previous is not None and previous.is_cut
         entry = _Entry(group.adapter, table, generation.lineage, is_cut)
         self._entries[reference.key] = entry
+        self._limit_extended()
 
     def pin(self, adapter: str | None, sequence: TokenSequence, slot: int) -> None:
         """Pin a sequence that the tree contains, which ends in `slot`."""
@@ -181,7 +193,7 @@ class Tables:
             if not unused:
                 return False
             key = unused[0]
-        self._free(self._entries.pop(key).table)
+        self._remove(key)
         return True
 
     def _cut(self, key: int, count: int) -> int:
@@ -197,7 +209,8 @@ class Tables:
         Returns:
             The number of slots that were freed.
         """
-        adapter, table, lineage, is_cut = self._entries[key]
+        entry = self._entries[key]
+        table, lineage = entry.table, entry.lineage
         references, last = self.references, table.last
         may_be_cut = references.parents[last] != SCRATCH_SLOT
         may_be_cut[self.in_use.get(key, [])] = False
@@ -213,7 +226,7 @@ class Tables:
         table = table.without(freed, rows[:end])
         references.add(table.last[rows[:end]])
         references.release(roots)
-        self._entries[key] = _Entry(adapter, table, lineage, is_cut or len(freed) > 0)
+        self._entries[key] = entry._replace(table=table, is_cut=entry.is_cut or len(freed) > 0)
         self._tree.free(freed)
         self._tree.tokens_evicted += len(freed)
         return len(freed)
@@ -230,7 +243,7 @@ class Tables:
         return [(sequence, count) for sequence, count in pairs if count < len(sequence) - 1]
 
     def _share(self, entry: _Entry) -> None:
-        adapter, table, lineage, _ = entry
+        adapter, table, lineage = entry.adapter, entry.table, entry.lineage
         references, tree = self.references, self._tree
         for row, count in enumerate(table.tokens.tolist()):
             sequence = lineage.sequence(row)
@@ -249,6 +262,23 @@ class Tables:
             if not references.counts[before]:
                 tree.unpin(*self._pinned.pop(before))
 
+    def _limit_extended(self) -> None:
+        """Evict tables of extended generations, the oldest first, down to the limit."""
+        if self._extended_bytes <= _MAX_EXTENDED_BYTES:
+            return
+        for key, entry in [*self._entries.items()][:-_RECENT]:
+            if entry.is_extended and key not in self.in_use and key not in self.pending:
+                self._remove(key)
+                if self._extended_bytes <= _MAX_EXTENDED_BYTES:
+                    return
+
+    def _remove(self, key: int) -> None:
+        """Remove and release a table, if it exists."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._extended_bytes -= entry.nbytes * entry.is_extended
+            self._free(entry.table)
+
     def _free(self, table: BlockTable) -> None:
         """Release a table: free its slots that belong to no other table or the tree."""
         freed = self.references.release(table.last)
@@ -260,12 +290,26 @@ class Tables:
 
 
 class _Entry(NamedTuple):
-    """A table, its adapter, its sequences, and whether rows were cut."""
+    """A table.
+
+    Attributes:
+        adapter: The adapter.
+        table: The slots.
+        lineage: The sequences.
+        is_cut: Whether last tokens of rows were evicted.
+        is_extended: Whether a generation with a table extends this one.
+    """
 
     adapter: str | None
     table: BlockTable
     lineage: Lineage
     is_cut: bool
+    is_extended: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the slots."""
+        return self.table.slots.nbytes
 
 
 class _Reference:

@@ -115,7 +115,7 @@ def test_a_parallel_trie_has_a_device(device):
     assert trie.device == ("cuda" if torch.cuda.is_available() and not device else "cpu")
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, list])
 def test_results_of_a_sequential_trie_are_float64_as_published(kind):
     trie, weights = TokenCharacterTrie(TOKENS), WEIGHTS.astype(np.float32)
     sums = expected(trie, weights.astype(np.float64), sum)
@@ -137,7 +137,7 @@ def test_results_of_a_sequential_trie_are_float64_as_published(kind):
     np.testing.assert_allclose(asyncio.run(requested()), sums, rtol=1e-15)
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, list])
 def test_results_of_a_parallel_trie_are_float32_as_published(kind):
     trie = ParallelTokenCharacterTrie(TOKENS, device="cpu")
     weights = kind(WEIGHTS)

@@ -46,13 +46,9 @@ class TokenCharacterTrie(TrieViews):
                     stacklevel=2,
                 )
 
-    def reduce(self, ws: Any, operation: Any, *, batch: bool, returns: Any) -> Any:
-        """Reduce weights of the published dtype; see `genlm.TokenCharacterTrie.reduce`."""
-        if isinstance(ws, list):
-            ws = [_with_dtype(row, self._dtype) for row in ws]
-        else:
-            ws = _with_dtype(ws, self._dtype)
-        return super().reduce(ws, operation, batch=batch, returns=returns)
+    def reduce_rows(self, rows: Any, operation: Any) -> Any:
+        """Reduce rows in the published dtype; see `genlm.TokenCharacterTrie.reduce_rows`."""
+        return super().reduce_rows(_with_dtype(rows, self._dtype), operation)
 
     def leaf_label(self, leaf: int) -> Hashable:
         """Return the second element of the edge to a leaf in `children`.
@@ -69,10 +65,9 @@ class TokenCharacterTrie(TrieViews):
         return item if leaf in token_ids else leaf
 
 
-def _with_dtype(ws: Any, dtype: npt.DTypeLike) -> Any:
-    """Convert floating-point tensors and arrays; other objects are returned unchanged."""
-    if isinstance(ws, torch.Tensor):
+def _with_dtype(rows: Any, dtype: npt.DTypeLike) -> Any:
+    """Convert floating-point rows; others are returned unchanged."""
+    if isinstance(rows, torch.Tensor):
         torch_dtype = torch.float64 if dtype == np.float64 else torch.float32
-        return ws.to(torch_dtype) if ws.is_floating_point() else ws
-    is_float = isinstance(ws, np.ndarray) and ws.dtype.kind == "f"
-    return ws.astype(dtype, copy=False) if is_float else ws
+        return rows.to(torch_dtype) if rows.is_floating_point() else rows
+    return rows.astype(dtype, copy=False) if rows.dtype.kind == "f" else rows

@@ -115,6 +115,8 @@ class BlockTable:
 
     def select(self, rows: Integers64) -> BlockTable:
         """Return a table of selected rows, possibly repeated, with the longest trunk."""
+        if np.array_equal(rows, np.arange(len(self))):
+            return _with_trunk(self)
         lengths = self.lengths[rows]
         longest = int(lengths.max(initial=0))
         return _with_trunk(BlockTable(self.trunk, self.slots[rows, :longest], lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,6 +153,21 @@ def test_tokens_after_the_first_do_not_pass_through_the_scheduler() -> None:
         assert llm.statistics().requests - requests_before == 1
         engine: Any = llm.engine
         assert engine.evaluated == 5
+
+
+def test_no_tensors_are_kept_between_the_tokens_of_a_continuation() -> None:
+    living: list[int] = []
+
+    class Counting(TinyEngine):
+        def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+            living.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+            return super().evaluate(queries)
+
+    with genlm.AsyncLM(Counting) as llm:
+        population = llm.population([1], 10)
+        gc.collect()
+        population.sample_sync(8, stop=(), seed=0)
+    assert living[-1] <= living[3]
 
 
 def test_members_whose_contexts_get_full_end_and_the_others_continue() -> None:

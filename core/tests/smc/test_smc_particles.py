@@ -54,6 +54,10 @@ def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
     assert History().ancestry.shape == History().token_ids.shape == (0, 0)
 
 
+def test_the_history_keeps_no_memory_of_tensors(states):
+    assert all(step.token_ids.flags.owndata for step in states[-1].history)
+
+
 def test_particles_are_compared_by_identity(states):
     assert states[0] != states[1]
     assert len({*states, states[0]}) == len(states)

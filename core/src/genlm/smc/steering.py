@@ -258,7 +258,8 @@ class _Filter:
         """
         particles = self.particles
         drawn = await self._draw(particles.population)
-        token_ids = drawn.token_ids.numpy()
+        # A copy: tensors that are kept divide the memory in which steps allocate rows.
+        token_ids = drawn.token_ids.numpy().copy()
         gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
         log_weights = particles.log_weights + gain.double().numpy()
         population = particles.population.extend(token_ids)

@@ -131,7 +131,7 @@ class SamplingRun(_Continuations):
         self._limits = self._sampling.max_tokens
         self._row_of = self._places
         self._stop_ids = np.array(sorted(self._sampling.stop_ids), np.int64)
-        self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._columns: list[list[npt.NDArray[Any]]] = []
         self._active = self._unfinished()
 
     @property
@@ -175,8 +175,10 @@ class SamplingRun(_Continuations):
             zeros = torch.zeros(count, dtype=torch.float32)
             logprobs = zeros.index_copy(0, active, logprobs)
             draw_logprob = zeros.index_copy(0, active, draw_logprob)
-        self._columns.append((token_ids, logprobs, draw_logprob))
-        new_ids = token_ids.numpy()
+        # Arrays, because tensors that are kept divide the memory in which steps allocate rows.
+        columns = [each.numpy().copy() for each in (token_ids, logprobs, draw_logprob)]
+        self._columns.append(columns)
+        new_ids = columns[0]
         self.generation, self._places = self.generation.extended(self._places, new_ids[:, None])
         ends = np.isin(new_ids, self._stop_ids)
         if self._sampling.stop_texts:
@@ -187,7 +189,9 @@ class SamplingRun(_Continuations):
 
     def result(self) -> SampledGroup:
         """Return the tokens of all members."""
-        columns = [torch.stack(column, 1) for column in zip(*self._columns, strict=True)]
+        columns = [
+            torch.from_numpy(np.stack(column, 1)) for column in zip(*self._columns, strict=True)
+        ]
         # In the last column, no member may have had a possible token.
         longest = int((columns[0] >= 0).sum(1).max())
         token_ids, logprobs, draw_logprob = (column[:, :longest] for column in columns)

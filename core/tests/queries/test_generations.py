@@ -32,7 +32,10 @@ def lineage_of(prompts: list[tuple[int, ...]] = PROMPTS) -> Lineage:
 
 
 def sequences(lineage: Lineage) -> list[tuple[int, ...]]:
-    return [lineage.sequence(place).token_ids for place in range(len(lineage))]
+    places = np.arange(len(lineage))[::-1].repeat(2)
+    built = lineage.sequences(places)
+    assert built[::2] == built[1::2]
+    return [sequence.token_ids for sequence in reversed(built[::2])]
 
 
 def extended(lineage: Lineage, places: list[int], tokens: list[int]) -> tuple[Lineage, list]:

@@ -71,8 +71,7 @@ class Populations:
             return max(1, min(self._max_rows, count))
         if self.is_long(group):
             return 1
-        sample = wanted[:: -(-len(wanted) // _SAMPLE_SIZE)].tolist()
-        sequences = map(lineage.sequence, sample)
+        sequences = lineage.sequences(wanted[:: -(-len(wanted) // _SAMPLE_SIZE)])
         mean = np.mean([1 + self._tree.missing(group.adapter, s) for s in sequences])
         return max(1, min(self._max_rows, int(self._max_tokens / mean)))
 
@@ -80,8 +79,10 @@ class Populations:
         """Whether the tree must compute a sequence that is longer than a pass."""
         lineage, wanted = group.generation.lineage, group.wanted
         return self._missing(group, wanted) is None and any(
-            self._tree.missing(group.adapter, lineage.sequence(place)) > self._max_tokens
-            for place in wanted[lineage.lengths[wanted] > self._max_tokens].tolist()
+            self._tree.missing(group.adapter, sequence) > self._max_tokens
+            for sequence in lineage.sequences(
+                wanted[lineage.lengths[wanted] > self._max_tokens]
+            )
         )
 
     def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
@@ -177,7 +178,7 @@ class Populations:
     def _adopt(self, group: GroupQuery, rows: Integers64) -> None:
         """Replace rows of which the tree contains more tokens than the group's table."""
         lineage, adapter = group.generation.lineage, group.adapter
-        sequences = [lineage.sequence(row) for row in rows.tolist()]
+        sequences = lineage.sequences(rows)
         self.tables.share_prefixes(adapter, sequences)
         table = self.tables.find(group) or BlockTable.empty(len(lineage))
         longer, slots, paths = [], [], Paths()
@@ -199,12 +200,9 @@ class Populations:
         for group in reversed(groups):
             missing = self._missing(group, group.wanted)
             if missing is None:
-                sequence = group.generation.lineage.sequence
+                sequences = group.generation.lineage.sequences(group.wanted)
                 missing = np.array(
-                    [
-                        self._tree.missing(group.adapter, sequence(row))
-                        for row in group.wanted.tolist()
-                    ]
+                    [self._tree.missing(group.adapter, sequence) for sequence in sequences]
                 )
             costs[group.query_id] = int(np.maximum(missing, 1).sum())
         return costs

@@ -160,10 +160,10 @@ class Tables:
                 continue
             limit -= len(entry.table)
             keys: dict[int, set[bytes]] = {}  # by the number of tokens
-            for row, end in enumerate(entry.table.tokens.tolist()):
-                if end:
-                    key = entry.lineage.sequence(row).prefix_key(end)
-                    keys.setdefault(end, set()).add(key)
+            rows = np.flatnonzero(entry.table.tokens)
+            ends = entry.table.tokens[rows].tolist()
+            for row_sequence, end in zip(entry.lineage.sequences(rows), ends, strict=True):
+                keys.setdefault(end, set()).add(row_sequence.prefix_key(end))
             if any(
                 count < end <= len(sequence) and sequence.prefix_key(end) in keys[end]
                 for sequence, count in lacking
@@ -245,10 +245,10 @@ class Tables:
     def _share(self, entry: _Entry) -> None:
         adapter, table, lineage = entry.adapter, entry.table, entry.lineage
         references, tree = self.references, self._tree
-        for row, count in enumerate(table.tokens.tolist()):
-            sequence = lineage.sequence(row)
+        counts = table.tokens.tolist()
+        for row, sequence in enumerate(lineage.sequences(np.arange(len(table)))):
             node, first = match = tree.match(adapter, sequence)
-            if first >= count:
+            if first >= counts[row]:
                 continue
             path = np.concatenate([table.trunk, table.slots[row, : table.lengths[row]]])
             before = int(path[first - 1]) if first else SCRATCH_SLOT

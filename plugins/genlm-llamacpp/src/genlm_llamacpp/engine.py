@@ -225,9 +225,9 @@ class LlamaCppEngine(BatchEngine):
     def evaluate_groups(self, parts: Sequence[tuple[GroupQuery, Integers]]) -> GroupValues:
         """Compute members of populations, which continue or copy their parents' sequences."""
         members = [
-            group.generation.lineage.sequence(place)
+            sequence
             for group, _ in parts
-            for place in group.wanted.tolist()
+            for sequence in group.generation.lineage.sequences(group.wanted)
         ]
         self._division.adapt(members)
         values = super().evaluate_groups(parts)

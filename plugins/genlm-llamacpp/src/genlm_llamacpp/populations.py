@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from genlm.plugin import GroupQuery, GroupTurns, oldest_first
 from genlm_llamacpp.sequences import Sequences
 
@@ -69,7 +71,8 @@ class Populations:
         if base.state is None:
             return _Needs([], set(), len(group.wanted))
         places = group.generation.lineage.suffixes(group.wanted, base.lineage).places
-        keys = [base.lineage.sequence(place).key for place in range(len(base.lineage))]
+        sequences = base.lineage.sequences(np.arange(len(base.lineage)))
+        keys = [sequence.key for sequence in sequences]
         cached = self._sequences.idle_by_key(group.adapter, keys)
         continued = dict.fromkeys(
             cached[keys[place]] for place in places.tolist() if keys[place] in cached

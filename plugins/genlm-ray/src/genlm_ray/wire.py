@@ -160,13 +160,13 @@ def pack_group(
     while lineage is not base_lineage and lineage.parent is not None:
         steps.append((lineage.ancestors, lineage.token_ids))
         lineage = lineage.parent
-    first = range(0 if lineage is base_lineage else len(lineage))
+    first = np.arange(0 if lineage is base_lineage else len(lineage))
     steps.reverse()
     return PackedGroup(
         replace(group, generation=unset, reduction=unset, lease=None),
         base_number if base is group.generation else group.query_id,
         base_number,
-        pack_sequences(map(lineage.sequence, first)),
+        pack_sequences(lineage.sequences(first)),
         joined,
         steps,
         TRANSPORT.pack_outputs([group.reduction if group.sampling is None else None]),

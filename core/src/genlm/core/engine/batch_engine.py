@@ -190,10 +190,9 @@ class BatchEngine(abc.ABC):
         """
         return self._evaluate_distinct(
             [
-                Query(self._member_id(group), lineage.sequence(place), group.adapter)
+                Query(self._member_id(group), sequence, group.adapter)
                 for group, places in parts
-                for lineage in [group.generation.lineage]
-                for place in group.wanted[places].tolist()
+                for sequence in group.generation.lineage.sequences(group.wanted[places])
             ]
         )
 

@@ -117,10 +117,9 @@ class _DividedGroup(GroupWork):
 
     def row_requests(self) -> Iterator[RowRequest]:
         """Yield the distinct sequences, with the reduction for their members."""
-        sequence_of = self.query.generation.lineage.sequence
-        for place, index in enumerate(self.query.wanted.tolist()):
-            members = MemberColumns(self.query.reduction, self.members_of(place))
-            yield place, sequence_of(index), members
+        query = self.query
+        for place, sequence in enumerate(query.generation.lineage.sequences(query.wanted)):
+            yield place, sequence, MemberColumns(query.reduction, self.members_of(place))
 
     def add(self, place: int, result: Any) -> None:
         """Add the columns of the members of a sequence, or its error."""

@@ -231,8 +231,7 @@ class MemberRuns(_Continuations):
         super().__init__(query, vocabulary)
         self.pending_ids: set[int] = set()
         sampling = self._sampling
-        sequence_of = query.generation.lineage.sequence
-        self._sequences = [sequence_of(place) for place in sampling.places.tolist()]
+        self._sequences = query.generation.lineage.sequences(sampling.places)
         self._seeds: list[int] = sampling.seeds.tolist()
         self._temperatures: list[float] = sampling.weights.temperatures.tolist()
         self._limits: list[int] = sampling.max_tokens.tolist()

@@ -115,9 +115,9 @@ def _joined(query_id: int, queries: Sequence[GroupQuery]) -> GroupQuery:
     samplings = list(map(sampling_of, queries))
     generation, places = first_generation(
         [
-            query.generation.lineage.sequence(place)
+            sequence
             for query, sampling in zip(queries, samplings, strict=True)
-            for place in sampling.places.tolist()
+            for sequence in query.generation.lineage.sequences(sampling.places)
         ]
     )
     sampling = dataclasses.replace(

@@ -117,38 +117,50 @@ class Lineage:
         return len(self.lengths)
 
     def sequence(self, place: int) -> TokenSequence:
-        """Return one sequence.
+        """Return one sequence; see `sequences`."""
+        stored = self.stored
+        sequence = None if stored is None else stored[place]
+        return self.sequences(np.array([place]))[0] if sequence is None else sequence
 
-        It extends the sequence of its nearest ancestor that has one, and is stored. Of the
+    def sequences(self, places: Integers64) -> list[TokenSequence]:
+        """Return some sequences.
+
+        Each extends the sequence of its nearest ancestor that has one, and is stored. Of the
         ancestors, only the first lineage, the nearest one with stored sequences, and those
         whose depth is a multiple of `_STORED_EVERY` keep them, for members that are not
         requested at every step.
+
+        Args:
+            places: Indices of sequences of this lineage, possibly repeated, shape `(n,)`.
         """
-        stored = self._storage()
-        sequence = stored[place]
-        if sequence is not None:
-            return sequence
-        lineage, ancestor = self, place
-        token_ids: list[int] = []
-        missing = [(stored, place, 0)]  # where to store, and the number of newer tokens
-        while sequence is None:
-            token_ids.append(int(lineage.token_ids[ancestor]))
-            ancestor = int(lineage.ancestors[ancestor])
-            assert lineage.parent is not None  # noqa: S101 - a first lineage has all sequences
-            lineage = lineage.parent
-            keeps_all = not lineage.depth % _STORED_EVERY
-            earlier = lineage._storage() if keeps_all else lineage.stored  # noqa: SLF001 - of the class
-            if earlier is not None:
-                sequence = earlier[ancestor]
-                if keeps_all and sequence is None:
-                    missing.append((earlier, ancestor, len(token_ids)))
-        end = len(token_ids)
-        for storage, index, begin in reversed(missing):
-            added = [token_id for token_id in token_ids[begin:end][::-1] if token_id >= 0]
-            if added:
-                sequence = TokenSequence.of(added, sequence)
-            storage[index], end = sequence, begin
-        return sequence
+        indices = places.tolist()
+        lineage, requested = self, indices
+        steps = []  # from lineages that keep sequences to the nearest earlier one
+        while True:
+            storage: list[Any] = lineage._storage()
+            missing = [place for place in dict.fromkeys(requested) if storage[place] is None]
+            if not missing:
+                break
+            ancestors = np.array(missing)
+            columns: list[Integers64] = []
+            while not columns or (lineage.stored is None and lineage.depth % _STORED_EVERY):
+                columns.append(lineage.token_ids[ancestors])
+                ancestors = lineage.ancestors[ancestors]
+                assert lineage.parent is not None  # noqa: S101 - a first lineage has all
+                lineage = lineage.parent
+            requested = ancestors.tolist()
+            steps.append((storage, missing, columns, requested))
+        for later, missing, added_columns, origins in reversed(steps):
+            rows = np.stack(added_columns[::-1], axis=1)
+            is_token = rows >= 0
+            packed, begin = rows[is_token].astype(np.uint32).tobytes(), 0
+            ends = (4 * is_token.sum(axis=1).cumsum()).tolist()
+            for place, origin, end in zip(missing, origins, ends, strict=True):
+                added, before = packed[begin:end], storage[origin]
+                later[place] = TokenSequence(added, before) if added else before
+                begin = end
+            storage = later
+        return [storage[place] for place in indices]
 
     def suffixes(self, places: Integers64, earlier: Lineage | None = None) -> Suffixes:
         """Return sequences as continuations of the sequences of an earlier lineage.

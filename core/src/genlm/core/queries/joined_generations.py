@@ -23,9 +23,9 @@ def joined_generation(
         The generation, and the index of the sequence of each member of all parts.
     """
     sequences = [
-        generation.lineage.sequence(place)
+        sequence
         for generation, places in parts
-        for place in places.tolist()
+        for sequence in generation.lineage.sequences(places)
     ]
     if lengths is not None:
         pairs = zip(sequences, lengths.tolist(), strict=True)

@@ -357,7 +357,7 @@ class GroupQuery:
             return
         contexts, lineage = Contexts.of(generation), generation.lineage
         contexts.count_query(wanted)
-        keys = [lineage.sequence(place).key for place in wanted.tolist()]
+        keys = [sequence.key for sequence in lineage.sequences(wanted)]
         contexts.put(wanted, keys, lineage.lengths[wanted])
         leased = [(self.adapter, key) for key in contexts.states if key is not None]
         generation.keep(contexts._replace(lease=self.lease(leased)))

@@ -96,7 +96,7 @@ def test_few_tokens_with_short_suffixes_are_one_group() -> None:
 
 
 def test_clusters_after_a_short_common_part_are_found() -> None:
-    """The part that they have in common is too short for a prefix of its own."""
+    """The slots that both clusters share are too few for a separate group."""
     begins = [[*range(1, 65), 100], [*range(1, 65), 100], [*range(1, 65), 101]]
     paths = [
         [*begin, *range(first, first + 90), 300 + first + i]

@@ -61,8 +61,8 @@ class PackedCompletions(NamedTuple):
 
     Attributes:
         data: The pickled results without rows.
-        rows: Rows in the order of the results, also those of populations, shape
-            `(n, vocab_size)`, float32; None if there are no rows. The caller sends them
+        rows: The rows among the results, including those of populations, in the order of the
+            results, shape `(n, vocab_size)`, float32; None if no result is a row. Rows are sent
             separately from `data`.
     """
 

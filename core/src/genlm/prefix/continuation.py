@@ -43,7 +43,7 @@ def continuation(
 
     Args:
         table: The rows before these tokens.
-        rows: Indices of rows without repetition, shape `(d,)`.
+        rows: Indices of rows, ascending, without repetition, shape `(d,)`.
         tokens: Added tokens of each sequence, shape `(d, k)`; `NO_TOKEN` for columns that
             add no token.
         repeated: Last token of each row, which is recomputed if no token is added, shape

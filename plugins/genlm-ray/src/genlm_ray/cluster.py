@@ -340,7 +340,7 @@ def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
     """Translate a replica's resources to bundles with Ray's names, the first for the actor.
 
     Raises:
-        ValueError: An amount is negative or NaN, or a bundle has no amount above 0.
+        ValueError: An amount is negative or NaN, or all amounts of a bundle are 0.
     """
     if resources is None:
         return [{"CPU": 1.0}]

@@ -57,8 +57,8 @@ class RayEngine:
             only.
 
     Raises:
-        ValueError: `max_in_flight` is less than 1, `resources` has no amount above 0, or a time
-            is not finite and above 0.
+        ValueError: `max_in_flight` is less than 1, all amounts of `resources` are 0, an amount
+            is negative, or a timeout is infinite or not positive.
         TypeError: An option for loading replicas is set for a served model.
         ModelLoadError: There is no cluster, this process has joined another cluster, resources
             are missing, or the model is not served or cannot be loaded.

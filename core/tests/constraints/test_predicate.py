@@ -62,7 +62,7 @@ def searched(
     none = ((0, 0), (0, 1))
     token_ids = np.pad(orders, none, constant_values=-1)
     logprobs = np.pad(np.log(q)[orders], none, constant_values=-np.inf)
-    draw_logprobs = np.pad(np.log(np.minimum(shares, 1)), none, constant_values=-np.inf)
+    draw_logprobs = np.pad(np.log(np.minimum(shares, 1)), none)
     constraint = SimpleNamespace(
         language=SimpleNamespace(extra_draws=extra),
         states=np.full(size, 2),

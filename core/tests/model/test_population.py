@@ -576,6 +576,22 @@ def test_draws_without_replacement_are_ordered_and_different(llm: genlm.AsyncLM)
     assert torch.equal(single.token_ids, drawn.token_ids[:, 0])
 
 
+def test_draws_without_replacement_end_with_the_last_possible_token(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 4).finish([False, False, False, True])
+    drawn = population.draw_without_replacement_sync(4, MASKS, mask_index=[0, 1, 2, 0], seed=3)
+    remaining = (drawn.logprobs - drawn.draw_logprob).exp()
+    counts = [4, 3, 0, 0]
+    for member, count in enumerate(counts):
+        ids = drawn.token_ids[member].tolist()
+        assert ids[count:] == [-1] * (4 - count)
+        chances = row([1])[ids[:count]].exp()
+        expected = [float(chances[k:].sum()) for k in range(count)] + [0] * (4 - count)
+        if population.finished[member]:
+            expected[0] = 1
+        assert remaining[member].tolist() == pytest.approx(expected, abs=1e-5)
+    assert (drawn.draw_logprob[drawn.token_ids < 0] == 0).all()
+
+
 def test_a_function_of_rows_is_called_with_each_distinct_row(llm: genlm.AsyncLM) -> None:
     counts: list[int] = []
 

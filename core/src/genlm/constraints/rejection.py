@@ -54,8 +54,7 @@ def log_mass_ratios(
     Args:
         logprobs: `log q` of each draw, up to an addend that is the same for all draws of a
             member, shape `(n, k)`; `-inf` after the last token.
-        draw_logprobs: Log-probability of each draw among the remaining tokens, shape `(n, k)`;
-            `-inf` after the last token.
+        draw_logprobs: Log-probability of each draw among the remaining tokens, shape `(n, k)`.
         is_accepted: Whether each token is in `A`, shape `(n, k)`; arbitrary after the last
             place that the estimate uses.
         place: Place of `x` among the draws, from 0, shape `(n,)`.
@@ -68,7 +67,7 @@ def log_mass_ratios(
     count = logprobs.shape[1]
     relative = logprobs - logprobs[np.arange(len(place)), place][:, None]
     after = np.arange(count) - place[:, None]
-    is_used = (after > 0) & (after <= extra[:, None]) & (draw_logprobs > -np.inf)
+    is_used = (after > 0) & (after <= extra[:, None]) & (logprobs > -np.inf)
     with np.errstate(over="ignore", invalid="ignore"):  # of places that are not used
         accepted = np.where(is_accepted, np.exp(relative), 0.0)
         remaining = np.where(is_used & is_accepted, np.exp(relative - draw_logprobs), 0.0)

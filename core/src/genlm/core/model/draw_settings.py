@@ -96,18 +96,16 @@ class DrawSettings(NamedTuple):
         drawn = DrawnTokens(*columns)
         if len(self.active) < len(self.log_mass):
             shape = (len(self.log_mass), *columns[0].shape[1:])
-            inactive = torch.from_numpy(self.log_mass).view(-1, *[1] * (len(shape) - 1))
+            logprobs = torch.from_numpy(self.log_mass).view(-1, *[1] * (len(shape) - 1))
+            logprobs = logprobs.expand(shape).clone()
+            if logprobs.ndim > 1:  # without replacement: a finished member is one continuation
+                logprobs[:, 1:] = -math.inf
             drawn = DrawnTokens(
-                torch.full(shape, NO_TOKEN),
-                inactive.expand(shape).clone(),
-                log_mass,
-                inactive.expand(shape).clone(),
+                torch.full(shape, NO_TOKEN), logprobs, log_mass, torch.zeros(shape)
             )
             members = torch.from_numpy(self.active)
             for column, values in zip(drawn, columns, strict=True):
                 column[members] = values
-        if drawn.token_ids.ndim > 1:  # without replacement
-            return drawn
         # The log-weight of a member without a token is that of the model, -inf, or 0.
         draw_logprob = drawn.draw_logprob.masked_fill(drawn.token_ids < 0, 0.0)
         return drawn._replace(draw_logprob=draw_logprob)

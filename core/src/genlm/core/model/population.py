@@ -186,10 +186,12 @@ class Population(MemberReductions):
             seed: As `draw`.
 
         Returns:
-            Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`; token -1 if fewer than
-            `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
-            drawing these tokens in this order; `logprobs - draw_logprob`, without masks, biases
-            and temperatures, is that of all tokens that remain before each draw.
+            Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`. The sum of `draw_logprob`
+            is the log-probability of drawing these tokens in this order; `logprobs -
+            draw_logprob`, without biases and temperatures, is that of all allowed tokens that
+            remain before each draw. If fewer than `k` tokens are possible, the last ones are
+            -1, with `logprobs` of `-inf` and `draw_logprob` of 0. The first token of a finished
+            member is -1 with `logprobs` of 0, because its text is its only continuation.
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
         settings = DrawSettings.of(self, masks, mask_index, temperature=temperature, bias=bias)

@@ -66,6 +66,21 @@ def test_a_table_that_does_not_fit_into_memory_is_refused(llm, monkeypatch):
         Automaton.regex("a").start(llm, 1)
 
 
+def test_the_successors_follow_the_texts_that_can_be_completed():
+    language = Automaton.regex("a[bé]{1,2}|b")
+    texts = {word.encode() for word in WORDS if re.fullmatch("a[bé]{1,2}|b", word)}
+    beginnings = {text[:length] for text in texts for length in range(len(text) + 1)}
+    for length in range(6):
+        for text in map(bytes, itertools.product("abé".encode(), repeat=length)):
+            state = 0
+            for byte in text:
+                state = language.successors[state, byte] if state >= 0 else state
+            assert (state >= 0) == (text in beginnings)
+            assert (state >= 0 and bool(language.accepting[state])) == (text in texts)
+    with pytest.raises(ValueError, match="read-only"):
+        language.successors[0, 0] = 0
+
+
 @pytest.mark.parametrize(("first", "second"), [*itertools.pairwise(PATTERNS)])
 def test_languages_are_combined(first, second):
     one, other = Automaton.regex(first), Automaton.regex(second)

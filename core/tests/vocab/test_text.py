@@ -334,7 +334,8 @@ def test_a_template_may_be_passed_and_its_failure_is_the_cause() -> None:
     )
     assert text_module.decode(vocabulary, ids) == "user:Hi\n"
     with pytest.raises(
-        TokenizerError, match=r"the chat template of .* failed: .*no roles"
+        TokenizerError,
+        match=r"the chat template of .* failed: .*no roles; chat_template= passes",
     ) as at:
         encode_chat(vocabulary, [message], chat_template="{{ raise_exception('no roles') }}")
     assert at.value.__cause__ is not None

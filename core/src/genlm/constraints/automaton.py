@@ -53,6 +53,11 @@ class Automaton(Language):
             state 0 is the start.
         accepting: Whether a text is complete in each state, shape `(states,)`.
 
+    Attributes:
+        successors: Successors in the smallest automaton of the language, as the argument; -1 if
+            no text of the language continues with the byte. Read-only.
+        accepting: As the argument, for these states. Read-only.
+
     Raises:
         ValueError: A shape is wrong, or a state is out of range.
         TypeError: `successors` or `accepting` has values that are not integers or booleans.
@@ -73,6 +78,9 @@ class Automaton(Language):
                 f"a state out of range; expected -1 for none, or 0 to {states - 1}"
             )
         self._table = minimise(table)
+        self.successors, self.accepting = self._table
+        for array in self._table:
+            array.setflags(write=False)
         self._compiled = PerVocabulary(
             lambda vocabulary, stop: TokenTable(
                 self._table,

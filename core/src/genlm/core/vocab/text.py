@@ -187,7 +187,7 @@ def encode_chat(
     except Exception as error:
         raise TokenizerError(
             f"the chat template of {type(vocabulary.tokenizer).__name__} failed: "
-            f"{describe_error(error)}"
+            f"{describe_error(error)}; chat_template= passes another one"
         ) from error
     return _ids(vocabulary, ids, "apply_chat_template")
 

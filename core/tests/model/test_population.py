@@ -548,6 +548,18 @@ def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None
     assert not torch.equal(*fresh)
 
 
+def test_resumed_members_continue_with_the_next_random_numbers(llm: genlm.AsyncLM) -> None:
+    population = llm.population([1], 50)
+    sampled = population.sample_sync(3, stop=[0, 1], seed=4)
+    unfinished = population.extend(sampled.token_ids)
+    resumed = sampled.population.resume()
+    assert sampled.population.finished.any()
+    assert not resumed.finished.any()
+    assert torch.equal(resumed.tokens, unfinished.tokens)
+    for one, other in zip(resumed.draw_sync(seed=4), unfinished.draw_sync(seed=4), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_draws_without_replacement_are_of_the_vocabulary(llm: genlm.AsyncLM) -> None:
     population = llm.population([1], 2)
     drawn = population.draw_without_replacement_sync(SIZE, seed=1)

@@ -633,8 +633,7 @@ def test_a_population_of_finished_members_is_logged_and_its_sequences_continue(l
     [particles] = steer_sync(llm, finished, max_tokens=2, stop=(), seed=0)
     assert particles.population.lengths.tolist() == [1, 2]
     assert "all 2 members of the population are finished" in caplog.text
-    again = llm.population([*finished])
-    *_, particles = steer_sync(llm, again, max_tokens=2, stop=(), seed=0)
+    *_, particles = steer_sync(llm, finished.resume(), max_tokens=2, stop=(), seed=0)
     assert particles.population.lengths.tolist() == [3, 4]
 
 

@@ -171,7 +171,7 @@ def _initial_population(
     if prompt.finished.all():
         logger.warning(
             "all %d members of the population are finished and draw no token; "
-            "llm.population([*population]) contains the same sequences to continue",
+            "population.resume() continues them",
             count,
         )
     return prompt

@@ -228,8 +228,7 @@ class Members(Immutable):
     def finish(self, members: ArrayLike) -> Self:
         """Return the population with some members marked as finished; these draw no tokens.
 
-        Extensions and copies of a finished member are finished, too. To continue all members,
-        create a population of the same sequences: `llm.population([*population])`.
+        Extensions and copies of a finished member are finished, too; `resume` continues them.
 
         Args:
             members: Flags of the members to finish, shape `(n,)`, bool.
@@ -239,6 +238,15 @@ class Members(Immutable):
         """
         finished = self._finished | _flags(members, len(self))
         return self._derive(self._generation, self._places, finished, self._step)
+
+    def resume(self) -> Self:
+        """Return the population of the same sequences, of which none is finished.
+
+        Draws continue with the next random numbers of a seed.
+        """
+        return self._derive(
+            self._generation, self._places, np.zeros(len(self), bool), self._step
+        )
 
     @property
     def _lineage(self) -> Lineage:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, Capability, EngineClosedError, OutputCache, Query
-from genlm.core.base.blocking import blocking, run_blocking, wait_for
+from genlm.core.base.blocking import blocking, blocking_iterator, run_blocking, wait_for
 from genlm.core.scheduler import Scheduler, background
 
 MakeModel = Callable[..., AsyncLM]
@@ -156,6 +156,19 @@ def test_a_twin_of_a_method_that_needs_an_event_loop_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="runs without an event loop"):
         Sleeper().nap_sync()
+
+    closed = []
+
+    async def naps() -> AsyncIterator[int]:
+        try:
+            await Suspending()
+            yield 1
+        finally:
+            closed.append(True)
+
+    with pytest.raises(RuntimeError, match="runs without an event loop") as _caught:
+        next(blocking_iterator(naps)())
+    assert closed == [True]
 
     async def failing() -> None:
         raise LookupError("as it is")

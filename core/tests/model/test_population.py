@@ -942,6 +942,8 @@ def test_arguments_of_a_population_are_refused_with_a_hint(llm: genlm.AsyncLM) -
         population.score_sync([[1, -1, 2], [1, 2, 3]])
     with pytest.raises(genlm.TokenTypeError, match="must be integers"):
         population.extend([[1], [1, 0.5]])
+    with pytest.raises(genlm.TokenTypeError, match="must be integers; found str"):
+        population.extend("1")
     with pytest.raises(ValueError, match=r"mask_index has lists of different lengths$"):
         population.draw_sync([[1]], mask_index=[[0], [0, 0]])
     with pytest.raises(genlm.TokenTypeError, match="pass the number of members as `size`"):

@@ -84,6 +84,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     was_blocking, _thread.is_blocking = is_blocking(), True
     try:
         coroutine.send(None)
+        coroutine.throw(RuntimeError(_NO_LOOP))  # the traceback ends with the `await`
     except StopIteration as end:
         result: T = end.value
         return result

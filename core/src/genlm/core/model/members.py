@@ -355,7 +355,8 @@ def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
         for place, row in enumerate(rows):
             array[place, : len(row)] = row
     if array.dtype.kind not in "iu" and array.size:
-        raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
+        found = f"an array of {array.dtype}" if array.ndim else type(values).__name__
+        raise TokenTypeError(found, argument, "integers")
     return native_array(signed_index(array), np.int64)
 
 

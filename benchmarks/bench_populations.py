@@ -39,7 +39,7 @@ from genlm.core.queries.query import GroupReduction
 from genlm.prefix import ForwardResult, TableBatch
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.attention import PackedForward
-from genlm_hf.packed.plan import plan_table
+from genlm_hf.packed.plan import SharedLengths, plan_table
 
 SEED = 5
 HOST_STEPS, HOST_PROMPT, HOST_TOKENS, HOST_VOCABULARY = 24, 512, 64, 300
@@ -59,11 +59,11 @@ class FirstColumn(GroupReduction):
 @contextmanager
 def no_forward(results: int) -> Iterator[None]:
     """Let passes of populations return zeros after they are planned; prompts are computed."""
-    zeros = torch.zeros(results, HOST_VOCABULARY)
+    zeros, shared_lengths = torch.zeros(results, HOST_VOCABULARY), SharedLengths()
     compute = PackedForward.run_table
 
     def run_table(_self: PackedForward, batch: TableBatch, _: str | None) -> ForwardResult:
-        plan = plan_table(batch)
+        plan = plan_table(batch, shared_lengths)
         return ForwardResult(zeros[: len(plan.results)], len(plan.tokens), forwards=1)
 
     PackedForward.run_table = run_table  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from genlm_hf.packed.device_plan import (
 )
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
-from genlm_hf.packed.plan import PackedPlan, plan_forward, plan_table
+from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_forward, plan_table
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
@@ -58,6 +58,7 @@ class PackedForward:
         self.storage, self._layout = storage, layout
         self._served, self._model, self._device = served, served.model, served.device
         self._kernels: KernelSteps | None = None
+        self._shared_lengths = SharedLengths()
 
     def use_kernels(self, *, graphs: bool) -> KernelSteps:
         """Create the kernels that compute steps from now on, and return them.
@@ -77,7 +78,7 @@ class PackedForward:
 
     def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
         """Run one pass over tokens that continue rows of a block table."""
-        return self._run(plan_table(batch), adapter)
+        return self._run(plan_table(batch, self._shared_lengths), adapter)
 
     def _run(self, plan: PackedPlan, adapter: str | None) -> ForwardResult:
         if self._kernels is None:

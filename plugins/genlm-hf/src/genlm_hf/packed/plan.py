@@ -24,7 +24,6 @@ Shapes of a pass of two groups and one chunk::
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -96,6 +95,37 @@ class PackedPlan:
     results: Integers
 
 
+class SharedLengths:
+    """Lengths of the prefixes that the query tokens of a pass over a block table share.
+
+    They are kept for the next pass. If its tokens continue those of this pass one by one, their
+    sequences have no further slots in common, and groups remain the same. Groups of shorter
+    prefixes than possible would gather more slots, but no wrong ones.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = self._shared = np.empty(0, np.int64)
+        self._ends = np.empty(0, np.int32)
+
+    def of(self, batch: TableBatch, lengths: Integers) -> Integers:
+        """Return how many slots after the trunk the group of each query token shares.
+
+        Args:
+            batch: The pass.
+            lengths: Number of slots after the trunk of each query token's sequence.
+        """
+        slots, rows = batch.slots, batch.rows
+        is_continued = (
+            len(rows) > 1  # a single sequence may have a longer prefix in every pass
+            and np.array_equal(lengths, self._lengths + 1)
+            and np.array_equal(slots[rows, lengths - 2], self._ends)
+        )
+        if not is_continued:
+            self._shared = _shared_lengths(slots, rows, lengths, len(batch.trunk))
+        self._lengths, self._ends = lengths, slots[rows, lengths - 1]
+        return self._shared
+
+
 def plan_forward(batch: TreeBatch) -> PackedPlan:
     """Plan the pass that computes the uncached tokens of a tree, and all results."""
     segments = [segment for stage in batch.stages for segment in stage]
@@ -103,8 +133,11 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     chunks = [segment for segment in segments if _is_chunk(segment)]
     table = TableBatch.of_segments(segments)
     queries = len(table.tokens) - sum(len(chunk.tokens) for chunk in chunks)
-    rows, positions = table.rows[:queries], table.positions[:queries]
-    groups = list(_groups(table.trunk, table.slots, rows, positions)) if queries else []
+    groups = []
+    if queries:
+        rows, lengths = table.rows[:queries], table.positions[:queries] + 1
+        shared = _shared_lengths(table.slots, rows, lengths, 0)
+        groups = list(_groups(table.trunk, table.slots, rows, lengths, shared))
     members = [group.members for group in groups]
     order = np.concatenate([*members, np.arange(queries, len(table.tokens))])
     slots = table.slots[table.rows, table.positions][order]
@@ -119,9 +152,16 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     )
 
 
-def plan_table(batch: TableBatch) -> PackedPlan:
-    """Plan the pass over tokens that continue rows of a block table."""
-    groups = list(_groups(batch.trunk, batch.slots, batch.rows, batch.positions))
+def plan_table(batch: TableBatch, shared_lengths: SharedLengths) -> PackedPlan:
+    """Plan the pass over tokens that continue rows of a block table.
+
+    Args:
+        batch: The tokens.
+        shared_lengths: Lengths that are kept from the pass before.
+    """
+    lengths = batch.positions + 1 - len(batch.trunk)
+    shared = shared_lengths.of(batch, lengths)
+    groups = list(_groups(batch.trunk, batch.slots, batch.rows, lengths, shared))
     order = np.concatenate([group.members for group in groups])
     indices = np.empty(len(order), np.int64)
     indices[order] = np.arange(len(order))
@@ -140,7 +180,11 @@ def _is_chunk(segment: Segment) -> bool:
 
 
 def _groups(
-    trunk: Slots, slots: NDArray[np.integer], rows: Integers, positions: Integers
+    trunk: Slots,
+    slots: NDArray[np.integer],
+    rows: Integers,
+    lengths: Integers,
+    shared: Integers,
 ) -> Iterator[QueryGroup]:
     """Divide query tokens into groups: one for the trunk, and others with longer prefixes.
 
@@ -149,21 +193,29 @@ def _groups(
         slots: The slots after the trunk, shape `(sequences, longest)`; entries after the end of
             a sequence are undefined.
         rows: Index of each query token's sequence.
-        positions: Position of each query token in its sequence.
+        lengths: Number of slots after the trunk of each query token's sequence.
+        shared: How many of them the query tokens of its group share, fewer than all.
     """
-    lengths = positions + 1 - len(trunk)
-    shared = _shared_lengths(slots, rows, lengths, len(trunk))
     # Sequences with a common slot have the same slots before it.
     last = np.where(shared > 0, slots[rows, shared - 1], SCRATCH_SLOT)
     order, bounds = _equal_keys(last)
-    for first, end in itertools.pairwise(bounds.tolist()):
-        members = order[first:end]
-        count = int(shared[members[0]])
-        prefix = np.concatenate([trunk, slots[rows[members[0]], :count].astype(np.int64)])
-        suffix_lengths = lengths[members] - count
-        for part in _similar_lengths(suffix_lengths, len(prefix)):
-            suffixes = _suffixes(slots, rows[members[part]], count, suffix_lengths[part])
-            yield QueryGroup(members[part], prefix, suffixes)
+    firsts, rows, lengths = bounds[:-1], rows[order], (lengths - shared)[order]
+    longest = np.maximum.reduceat(lengths, firsts)
+    shortest = np.minimum.reduceat(lengths, firsts)
+    numbers = firsts, bounds[1:], shared[order[firsts]], longest, shortest
+    for first, end, count, most, least in zip(*(n.tolist() for n in numbers), strict=True):
+        prefix = np.concatenate([trunk, slots[rows[first], :count]])
+        max_rows = max(1, _MAX_SCORES // max(1, len(prefix)))
+        limits = BatchLimits(max_tokens=_MAX_GATHERED_SLOTS, max_rows=max_rows)
+        parts: Sequence[slice | Integers] = [slice(first, end)]
+        if end - first > limits.rows(most) or least < limits.shortest(most):
+            batches = plan_batches(lengths[first:end], limits)
+            parts = [first + np.array(batch) for batch in batches]
+        for part in parts:
+            suffixes = slots[rows[part], count : count + int(lengths[part].max())]
+            if least < most:
+                suffixes = _padded(suffixes, lengths[part])
+            yield QueryGroup(order[part], prefix, suffixes)
 
 
 def _shared_lengths(
@@ -172,8 +224,9 @@ def _shared_lengths(
     """Return how many slots after the trunk the group of each query token shares.
 
     The sequences form a tree of slots. The query tokens below one of its nodes become a group
-    if the longer prefix saves more gathering than it costs. The nodes after equally many
-    branches are compared at once, since populations that are resampled have many nodes.
+    if the longer prefix saves more gathering than it costs. One node on every path is compared
+    at once, since populations that are resampled have many nodes; nodes that have too few
+    slots to save anything are passed over.
 
     Args:
         slots: As for `_groups`.
@@ -181,56 +234,81 @@ def _shared_lengths(
         lengths: Number of slots after the trunk of each query token's sequence.
         trunk: Number of slots of the trunk.
     """
-    shared, walked = np.zeros_like(lengths), np.zeros_like(lengths)
-    members = np.arange(len(lengths))
-    if not _saves_gathering(len(members), trunk, int(lengths.max()) - 1):
-        return shared
-    # The last slot of a sequence is the query token's, which no group shares.
-    while len(members := members[walked[members] < lengths[members] - 1]):
-        order, bounds = _equal_keys(slots[rows[members], walked[members]])
-        members, firsts, counts = members[order], bounds[:-1], bounds[1:] - bounds[:-1]
-        limits = np.minimum.reduceat(lengths[members], firsts) - 1
-        leaders = members[firsts]
+    limits = lengths - 1  # no group shares the last slot, which is the query token's
+    paths = _Paths(slots, rows, limits)
+    members, shared = np.arange(len(lengths)), np.zeros_like(lengths)
+    columns = shared + max(0, _least_saving(len(lengths), trunk) - 1)
+    while len(members := members[columns[members] < limits[members]]):
+        order, bounds = _equal_keys(paths.slots(members, columns[members]))
+        members, counts, leaders = members[order], np.diff(bounds), members[order[bounds[:-1]]]
         before = shared[leaders]
-        may_save = _saves_gathering(counts, trunk + before, limits - before)
+        least = before + _least_saving(counts, trunk + before)
+        may_save = least <= np.maximum.reduceat(limits[members], bounds[:-1])
         members = members[np.repeat(may_save, counts)]
-        leaders, before = leaders[may_save], before[may_save]
-        counts, limits = counts[may_save], limits[may_save]
-        ends = _common_lengths(slots, rows[members], counts, walked[leaders] + 1, limits)
-        walked[members] = np.repeat(ends, counts)
-        span = slots[rows[leaders], ends - 1] - slots[rows[leaders], before]
+        if not len(members):
+            break
+        counts, leaders, before = counts[may_save], leaders[may_save], before[may_save]
+        ends = paths.common_lengths(members, np.cumsum(counts) - counts, columns)
+        span = paths.slots(leaders, ends - 1) - paths.slots(leaders, before)
         is_contiguous = span == ends - 1 - before
         saves = _saves_gathering(counts, trunk + before, ends - before, is_contiguous)
-        shared[members] = np.repeat(np.where(saves, ends, before), counts)
+        before = np.where(saves, ends, before)
+        shared[members] = np.repeat(before, counts)
+        least = before + _least_saving(counts, trunk + before)
+        columns[members] = np.repeat(np.maximum(ends, least - 1), counts)
     return shared
 
 
-def _common_lengths(
-    slots: NDArray[np.integer],
-    rows: Integers,
-    counts: Integers,
-    least: Integers,
-    most: Integers,
-) -> Integers:
-    """Return the number of first slots that the rows below each node have in common.
+class _Paths:
+    """The slots of query tokens' sequences, and what neighbours in an order have in common.
+
+    Most query tokens have the same neighbour below a node and below the nodes after it. Only
+    new neighbours are compared.
 
     Args:
         slots: As for `_groups`.
-        rows: Rows below the nodes, node by node.
-        counts: Number of rows below each node.
-        least: Smallest possible number for each node.
-        most: Largest possible number for each node.
+        rows: As for `_groups`.
+        limits: Number of slots of each query token's sequence that others may share.
     """
-    firsts = np.cumsum(counts) - counts
-    flat, before = slots.reshape(-1), rows * slots.shape[1] - 1
-    leaders = before[firsts]
-    while (least < most).any():
-        middle = (least + most + 1) // 2
-        column = flat[before + np.repeat(middle, counts)]
-        is_equal = column == np.repeat(flat[leaders + middle], counts)
-        are_equal = np.logical_and.reduceat(is_equal, firsts)
-        least, most = np.where(are_equal, middle, least), np.where(are_equal, most, middle - 1)
-    return least
+
+    def __init__(self, slots: NDArray[np.integer], rows: Integers, limits: Integers) -> None:
+        self._slots, self._starts, self._limits = slots.ravel(), rows * slots.shape[1], limits
+        self._neighbours, self._common = np.full_like(rows, -1), np.zeros_like(rows)
+
+    def slots(self, members: Integers, columns: Integers) -> NDArray[np.integer]:
+        """Return the slot of each member in its column."""
+        slots: NDArray[np.integer] = self._slots.take(self._starts[members] + columns)
+        return slots
+
+    def common_lengths(
+        self, members: Integers, firsts: Integers, columns: Integers
+    ) -> Integers:
+        """Return how many first slots the members below each node have in common.
+
+        Args:
+            members: Members below the nodes, node by node.
+            firsts: Index of the first member below each node.
+            columns: A column of each query token in which members below a node are equal.
+        """
+        neighbours, known = members[np.arange(len(members)) - 1], self._neighbours[members]
+        neighbours[firsts] = known[firsts]
+        self._neighbours[members] = neighbours
+        self._compare(changed := members[neighbours != known], columns[changed] + 1)
+        common = self._common[members]
+        common[firsts] = self._limits[members[firsts]]
+        lengths: Integers = np.minimum.reduceat(common, firsts)
+        return lengths
+
+    def _compare(self, members: Integers, least: Integers) -> None:
+        """Compute what members have in common with their neighbours, `least` slots or more."""
+        others = self._neighbours[members]
+        most = np.minimum(self._limits[members], self._limits[others])
+        step = 1 << int((most - least).max(initial=0)).bit_length()
+        while step := step // 2:
+            middle = np.minimum(least + step, most)
+            is_equal = self.slots(members, middle - 1) == self.slots(others, middle - 1)
+            least = np.where(is_equal, middle, least)
+        self._common[members] = least
 
 
 def _equal_keys(keys: NDArray[np.integer]) -> tuple[Integers, Integers]:
@@ -259,26 +337,15 @@ def _saves_gathering(
     return saved > _GROUP_COST + np.where(is_contiguous, 1, _GATHER_COST) * prefix
 
 
-def _similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers | slice]:
-    """Divide tokens with suffixes of these lengths into groups of limited size."""
-    longest = int(lengths.max())
-    max_rows = max(1, min(len(lengths), _MAX_SCORES // max(1, prefix)))
-    limits = BatchLimits(max_tokens=_MAX_GATHERED_SLOTS, max_rows=max_rows)
-    if len(lengths) <= limits.rows(longest) and lengths.min() >= limits.shortest(longest):
-        yield slice(None)
-        return
-    for indices in plan_batches(lengths, limits):
-        yield np.array(indices)
+def _least_saving(members: Integers | int, shared: Integers | int) -> Integers | int:
+    """Return the least number of further slots with which a separate group may save.
+
+    The arguments are those of `_saves_gathering`.
+    """
+    return (_GROUP_COST + shared) // (_GATHER_COST * members - 1) + 1
 
 
-def _suffixes(
-    slots: NDArray[np.integer], rows: Integers, shared: int, lengths: Integers
-) -> NDArray[np.integer]:
-    """Return the slots after a prefix; see `QueryGroup`."""
-    longest = int(lengths.max())
-    suffixes = slots[rows, shared : shared + longest]
-    if lengths.min() < longest:
-        last = suffixes[np.arange(len(rows)), lengths - 1]
-        after = np.arange(longest) >= lengths[:, None]
-        suffixes = np.where(after, last[:, None], suffixes)
-    return suffixes
+def _padded(suffixes: NDArray[np.integer], lengths: Integers) -> NDArray[np.integer]:
+    """Pad suffixes of these lengths with their last slot."""
+    last = suffixes[np.arange(len(lengths)), lengths - 1]
+    return np.where(np.arange(suffixes.shape[1]) < lengths[:, None], suffixes, last[:, None])

@@ -73,11 +73,11 @@ def test_the_end_of_one_sequence_is_not_taken_for_the_beginning_of_the_next():
 
 
 @given(STEPS)
-def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
+def test_extensions_suffixes_and_origins_are_those_of_lists_of_tuples(steps):
     first = lineage = lineage_of()
     places = np.arange(len(PROMPTS))
     members = [(ids, ids) for ids in PROMPTS]  # what each begins with, and what it is
-    middle, middle_places, middle_members = lineage, places, members
+    middle, origins = lineage, places.tolist()  # of the members in a lineage of the middle
     for number, step in enumerate(steps):
         parents = [index % len(places) for index, _ in step]
         tokens = [token for _, token in step]
@@ -86,8 +86,9 @@ def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
             (members[i][0], members[i][1] + ((token,) if token >= 0 else ()))
             for i, token in zip(parents, tokens, strict=True)
         ]
+        origins = [origins[i] for i in parents]
         if number == 2:
-            middle, middle_places, middle_members = lineage, places, members
+            middle, origins = lineage, places.tolist()
     assert [lineage.sequence(place).token_ids for place in places] == [
         ids for _, ids in members
     ]
@@ -98,14 +99,7 @@ def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
     for place, suffix, (prompt, ids) in zip(first_places, new_ids, members, strict=True):
         assert PROMPTS[place] == prompt
         assert (*prompt, *suffix[suffix >= 0].tolist()) == ids
-    first_places, new_ids = lineage.suffixes(places, middle)
-    assert new_ids.shape == (
-        len(members),
-        max(0, len(steps) - 3) if middle is not first else len(steps),
-    )
-    ids_of = {place: ids for place, (_, ids) in zip(middle_places, middle_members, strict=True)}
-    for place, suffix, (_, ids) in zip(first_places, new_ids, members, strict=True):
-        assert (*ids_of[place], *suffix[suffix >= 0].tolist()) == ids
+    assert lineage.origins(places, middle).tolist() == origins
 
 
 @given(STEPS, st.lists(st.integers(0, 9), min_size=4, max_size=4))

@@ -86,7 +86,7 @@ class Tables:
         self._entries.move_to_end(reference.key)
         if base is generation:
             return entry.table
-        rows = lineage.suffixes(np.arange(len(lineage)), base.lineage).places
+        rows = lineage.origins(np.arange(len(lineage)), base.lineage)
         table = entry.table.select(rows)
         self.store(group, table)
         return table

@@ -70,7 +70,7 @@ class Populations:
         base = group.generation.root
         if base.state is None:
             return _Needs([], set(), len(group.wanted))
-        places = group.generation.lineage.suffixes(group.wanted, base.lineage).places
+        places = group.generation.lineage.origins(group.wanted, base.lineage)
         sequences = base.lineage.sequences(np.arange(len(base.lineage)))
         keys = [sequence.key for sequence in sequences]
         cached = self._sequences.idle_by_key(group.adapter, keys)

@@ -35,10 +35,10 @@ sequences."""
 
 
 class Suffixes(NamedTuple):
-    """Sequences as continuations of the sequences of an earlier lineage.
+    """Sequences as continuations of the sequences of the first lineage.
 
     Attributes:
-        places: Index of the continued sequence in the earlier lineage, shape `(n,)`.
+        places: Index of the continued sequence in the first lineage, shape `(n,)`.
         token_ids: Tokens of the continuation, shape `(n, k)`, `NO_TOKEN` where a column adds no
             token.
     """
@@ -162,16 +162,27 @@ class Lineage:
             storage = later
         return [storage[place] for place in indices]
 
-    def suffixes(self, places: Integers64, earlier: Lineage | None = None) -> Suffixes:
-        """Return sequences as continuations of the sequences of an earlier lineage.
+    def origins(self, places: Integers64, earlier: Lineage) -> Integers64:
+        """Return the index of the sequence of an earlier lineage that each sequence continues.
 
         Args:
             places: Indices of sequences of this lineage, shape `(n,)`.
-            earlier: This lineage or one of its ancestors; by default the first lineage.
+            earlier: This lineage or one of its ancestors.
+        """
+        lineage = self
+        while lineage is not earlier and lineage.parent is not None:
+            places, lineage = lineage.ancestors[places], lineage.parent
+        return places
+
+    def suffixes(self, places: Integers64) -> Suffixes:
+        """Return sequences as continuations of the sequences of the first lineage.
+
+        Args:
+            places: Indices of sequences of this lineage, shape `(n,)`.
         """
         columns: list[Integers64] = []
         lineage = self
-        while lineage is not earlier and lineage.parent is not None:
+        while lineage.parent is not None:
             columns.append(lineage.token_ids[places])
             places = lineage.ancestors[places]
             lineage = lineage.parent
@@ -189,18 +200,21 @@ class Lineage:
         Returns:
             Token ids in order, shape `(n, k)`, with `NO_TOKEN` at any position of a row.
         """
-        columns, remaining, lineage = [], counts.copy(), self
-        while lineage.parent is not None and remaining.any():
+        parts = [np.empty((len(places), 0), np.int64)]
+        remaining, lineage = counts.copy(), self
+        while remaining.any():
+            if lineage.parent is None:
+                first = np.full((len(places), int(remaining.max())), NO_TOKEN)
+                for row in np.flatnonzero(remaining).tolist():
+                    sequence, count = lineage.sequence(int(places[row])), int(remaining[row])
+                    first[row, :count] = sequence.ids_from(len(sequence) - count)
+                parts.append(first)
+                break
             column = np.where(remaining > 0, lineage.token_ids[places], NO_TOKEN)
-            columns.append(column)
+            parts.append(column[:, None])
             remaining -= column >= 0
             places, lineage = lineage.ancestors[places], lineage.parent
-        columns.reverse()
-        first = np.full((len(places), int(remaining.max())), NO_TOKEN)
-        for row in np.flatnonzero(remaining).tolist():  # tokens of the first lineage
-            sequence, count = lineage.sequence(int(places[row])), int(remaining[row])
-            first[row, :count] = sequence.ids_from(len(sequence) - count)
-        return np.concatenate([first, *(column[:, None] for column in columns)], axis=1)
+        return np.concatenate(parts[::-1], axis=1)
 
     @property
     def first(self) -> Lineage:
@@ -288,7 +302,7 @@ class Generation:
     def sources(self) -> list[Source]:
         """Return the nearest earlier generations with a state, and their common sequences."""
         root, members = self.root, np.arange(len(self.lineage))
-        roots = self.lineage.suffixes(members, root.lineage).places
+        roots = self.lineage.origins(members, root.lineage)
         if root.state is not None:
             return [Source(root, roots, members, root.lineage.lengths[roots])]
         return [source.of(roots) for source in root.joined]
@@ -362,6 +376,11 @@ def distinct_sequences(
 def is_ascending(places: Integers64) -> bool:
     """Whether every index is above the one before it."""
     return bool((places[1:] > places[:-1]).all())
+
+
+def is_identity(indices: Integers64, count: int) -> bool:
+    """Whether indices are those from 0 to `count - 1`, in order."""
+    return indices.tobytes() == np.arange(count).tobytes()
 
 
 def raise_member_errors(

@@ -124,8 +124,9 @@ def test_requests_of_members_that_wait_are_not_counted_as_free(
     first.keep(MemberRequests(np.array(residents), lengths, none_waited))
     generation, members = first.extended(np.array([0, 0, 1]), np.array([[5], [6], [-1]]))
     query = GroupQuery(1, generation, members[wanted], np.arange(len(wanted)), Rows())
-    cost = waiting(requests, query)._cost(query)
-    assert cost.tolist() == [places, blocks]
+    groups = waiting(requests, query)
+    assert groups._cost(query).tolist() == [places, blocks]
+    assert groups._max_cost(query).tolist() == [len(wanted), 2 * len(wanted) - (2 in wanted)]
 
 
 # -- on vLLM, with few KV blocks -------------------------------------------------------

@@ -71,15 +71,15 @@ class RowSampler(abc.ABC):
     def __call__(self, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         """Store logits, and sample the requests that are not of this library."""
         names = self._names(*arguments)
-        rows = [row for row, name in enumerate(names) if name.startswith(REQUEST_PREFIX)]
+        rows = {name: row for row, name in enumerate(names) if name.startswith(REQUEST_PREFIX)}
         if not rows:
             return self._base(logits, *arguments, **options)
         if len(rows) == len(names):
             stored, output = logits, self._placeholder_output(len(names), logits.device)
         else:  # vLLM's sampler changes logits
             stored, output = logits.clone(), self._base(logits, *arguments, **options)
-        self._batches.append((stored, {names[row]: row for row in rows}))
-        self._discard_tokens(output, rows)
+        self._batches.append((stored, rows))
+        self._discard_tokens(output, list(rows.values()))
         return output
 
     @abc.abstractmethod

@@ -53,9 +53,13 @@ class WaitingGroups:
         if not self._groups:
             return []
         chosen = groups = list(self._groups.values())
-        costs = {group.query_id: self._cost(group) for group in groups}
-        total = sum(costs.values(), np.zeros(2, np.int64))
-        is_short = not _fits(total, self._residents.idle.free_room)
+        available = self._residents.idle.free_room
+        total = sum(map(self._max_cost, groups), np.zeros(2, np.int64))
+        costs: Mapping[int, Room] = {}
+        if is_short := not _fits(total, available):
+            costs = {group.query_id: self._cost(group) for group in groups}
+            total = sum(costs.values(), np.zeros(2, np.int64))
+            is_short = not _fits(total, available)
         if is_short:
             pending = {name for group in groups for name in _names(group)}
             unused = self._residents.requests.unused()
@@ -118,6 +122,12 @@ class WaitingGroups:
         available = self._residents.idle.free_room
         return not any(_fits(self._cost(group), available) for group in self._groups.values())
 
+    def _max_cost(self, group: GroupQuery) -> Room:
+        """Return the room that a group would need without its requests and shared blocks."""
+        lengths = group.generation.lineage.lengths[group.wanted]
+        size = self._residents.requests.block_tokens
+        return np.array([len(lengths), 0 if size is None else (-(-lengths // size)).sum()])
+
     def _cost(self, group: GroupQuery) -> Room:
         """Return the room that a group needs in addition to that of its population."""
         requests, lineage, wanted = (
@@ -129,12 +139,12 @@ class WaitingGroups:
         names, size = requests.by_name, requests.block_tokens
         living = [resident is not None and resident.name in names for resident in residents]
         is_living = np.array(living, bool)
-        parents = lineage.suffixes(wanted, earlier).places
+        parents = lineage.origins(wanted, earlier)
         # The requests of other members stay; those without a member end.
         is_free = is_living.copy()
         if len(wanted) < len(lineage):
             others = np.delete(np.arange(len(lineage)), wanted)
-            is_free[lineage.suffixes(others, earlier).places] = False
+            is_free[lineage.origins(others, earlier)] = False
             is_free[parents] = is_living[parents]
         places = max(0, len(wanted) - np.count_nonzero(is_free))
         if size is None:
@@ -167,7 +177,7 @@ def _computed(group: GroupQuery) -> tuple[Lineage, MemberRequests]:
 def _names(group: GroupQuery) -> list[str]:
     """Return the names of the requests that a group continues."""
     earlier, members = _computed(group)
-    parents = np.unique(group.generation.lineage.suffixes(group.wanted, earlier).places)
+    parents = np.unique(group.generation.lineage.origins(group.wanted, earlier))
     chosen = members.states[parents]
     return [resident.name for resident in chosen if resident is not None]
 

@@ -92,6 +92,9 @@ class DrawSettings(NamedTuple):
 
     def draws_of_all(self, columns: tuple[torch.Tensor, ...]) -> DrawnTokens:
         """Return the draws of all members from the columns of the active members."""
+        is_all, is_single = len(self.active) == len(self.log_mass), columns[0].ndim == 1
+        if is_all and is_single and not self.weights.has_masks_or_biases:
+            return DrawnTokens(*columns)  # every member has a token, and the log-mass 0
         log_mass = self.masses_of_all(columns[2])
         drawn = DrawnTokens(*columns)
         if len(self.active) < len(self.log_mass):

@@ -47,9 +47,9 @@ def has_kernels(values: torch.Tensor, weights: RowWeights | None = None) -> bool
 
     torch computes draws at temperature 0 and draws with a truncation.
     """
-    if weights is not None and (weights.is_greedy or weights.is_truncated(values.shape[1])):
+    if not _can_run_kernels(values.device):
         return False
-    return _can_run_kernels(values.device)
+    return weights is None or not (weights.is_greedy or weights.is_truncated(values.shape[1]))
 
 
 @functools.cache

@@ -132,8 +132,12 @@ def draw_from_logits(
     factors = None if masks is None else masks.factors(0, len(weights), device)
     sums = masked_sums(weights, factors)
     totals = sums.sum(-1)
-    if not (totals >= UNDERFLOW).all():  # true for NaN
+    if not totals.min() >= UNDERFLOW:  # true for NaN
         return None
+    if masks is None and uniforms.ndim == 1:
+        token_ids, draw_logprob = draw_ids(weights, sums, uniforms, moved(row_of, device))
+        log_mass = torch.zeros_like(draw_logprob)
+        return DrawnTokens(token_ids, draw_logprob.clone(), log_mass, draw_logprob)
     log_totals = totals.log().to(logits)
     log_mass = torch.zeros_like(log_totals) if masks is None else log_totals
     if masks is not None and masks.unrestricted is not None:
@@ -147,8 +151,7 @@ def draw_from_logits(
         return several._replace(logprobs=several.logprobs - normalisers)
     places = moved(row_of, device)
     token_ids, draw_logprob = draw_ids(weights, sums, uniforms, places)
-    is_masked = masks is not None
-    logprobs = weights[places, token_ids].log_() if is_masked else draw_logprob.clone()
+    logprobs = weights[places, token_ids].log_()
     return DrawnTokens(token_ids, logprobs, log_mass[places], draw_logprob)
 
 

@@ -13,7 +13,7 @@ import torch
 from genlm.core.base.error_handling import errors_of, result_count_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
-from genlm.core.queries.generations import is_ascending
+from genlm.core.queries.generations import is_identity
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.draws import (
@@ -39,7 +39,7 @@ class Rows(GroupReduction):
     ) -> tuple[torch.Tensor, ...]:
         """Select the row of each member; a view, which is then copied, if all are in order."""
         del members
-        if _is_identity(row_of, len(rows)):
+        if is_identity(row_of.numpy(), len(rows)):
             return (rows,)
         return (rows[moved(row_of, rows.device)],)
 
@@ -191,11 +191,6 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
         ) from error
 
 
-def _is_identity(indices: torch.Tensor, count: int) -> bool:
-    """Whether indices below `count` are all of them, in order."""
-    return indices.shape[0] == count and is_ascending(indices.numpy())
-
-
 class _WeightSets(NamedTuple):
     """The distinct sets of weights of some members."""
 
@@ -218,13 +213,13 @@ class _WeightedReduction(GroupReduction):
     ) -> _WeightSets:
         """Return the distinct sets of weights of members of `count` rows."""
         weights = self.weights.of(members.numpy())
-        if _is_identity(row_of, count):
+        if is_identity(row_of.numpy(), count):
             return _WeightSets(weights, None, None)
         first, set_of = weights.distinct(row_of.numpy())
         sources = row_of[torch.from_numpy(first)]
         return _WeightSets(
             weights.of(first),
-            None if _is_identity(sources, count) else sources,
+            None if is_identity(sources.numpy(), count) else sources,
             torch.from_numpy(set_of),
         )
 
@@ -287,10 +282,10 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
         self._numbers = uniforms
 
     @cached_property
-    def uniforms(self) -> torch.Tensor:
+    def uniforms(self) -> npt.NDArray[np.float64]:
         """The random numbers."""
         numbers = self._numbers
-        return torch.from_numpy(numbers() if callable(numbers) else numbers)
+        return numbers() if callable(numbers) else numbers
 
     @property
     def count(self) -> int:
@@ -307,16 +302,16 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
     def joined(cls, reductions: Sequence[DrawColumns]) -> DrawColumns:
         """Return the draws of the members of several groups, which have equal `joining_key`."""
         weights = RowWeights.joined([each.weights for each in reductions])
-        return cls(weights, np.concatenate([each.uniforms.numpy() for each in reductions]))
+        return cls(weights, np.concatenate([each.uniforms for each in reductions]))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Compute each distinct set of weights once, and draw for each member."""
-        uniforms = self.uniforms.index_select(0, members)
+        uniforms = torch.from_numpy(self.uniforms[members.numpy()])
         if uniforms.ndim > 1:  # the weights of each member change with its tokens
             weights = self.weights.of(members.numpy())
-            sources = None if _is_identity(row_of, len(rows)) else row_of
+            sources = None if is_identity(row_of.numpy(), len(rows)) else row_of
             return batch_draw_without_replacement(rows, uniforms, weights, sources)
         sets = self._weight_sets(len(rows), row_of, members)
         weights, set_of, sources = sets.weights, sets.set_of, sets.sources
@@ -331,9 +326,11 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
         self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...] | None:
         """Draw on a GPU with any weights that have kernels, else from one softmax."""
-        uniforms = self.uniforms.index_select(0, members)
+        uniforms = torch.from_numpy(self.uniforms[members.numpy()])
         if uniforms.ndim > 1:
-            if not _is_identity(row_of, len(logits)):  # more rows, which `compute` divides
+            if not is_identity(
+                row_of.numpy(), len(logits)
+            ):  # more rows, which `compute` divides
                 return None
         elif has_kernels(logits, self.weights):
             return self._draw_on_device(logits, row_of, members, uniforms)

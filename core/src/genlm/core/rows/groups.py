@@ -14,7 +14,7 @@ import torch
 
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
-from genlm.core.queries.generations import Integers64, is_ascending
+from genlm.core.queries.generations import Integers64, is_identity
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.rows.logits import (
     checked_values,
@@ -110,7 +110,7 @@ class Columns:
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
         """Add the results of some members."""
-        if len(members) == self._count and is_ascending(members):  # all, in order
+        if is_identity(members, self._count):
             self._columns = columns
             return
         if not self._columns:
@@ -145,9 +145,7 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._remaining = np.arange(len(query.wanted))
         self._columns = Columns(query.reduction, len(query.row_of))
-        self._is_identity = len(query.row_of) == len(query.wanted) and is_ascending(
-            query.row_of
-        )
+        self._is_identity = is_identity(query.row_of, len(query.wanted))
 
     @functools.cached_property
     def _by_row(self) -> Integers64:

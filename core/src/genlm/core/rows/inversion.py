@@ -49,18 +49,17 @@ def draw_ids(
     Returns:
         Ids, and the log of each id's share of the sum of its row.
     """
-    ids, logprobs = [], []
-    for begin, end in row_parts(len(uniforms), SUM_BLOCK, weights.device):
+    parts = row_parts(len(uniforms), SUM_BLOCK, weights.device)
+    if len(parts) == 1:
+        return draw_with_blocks(weights, sums, uniforms, row_of)[:2]
+    ids, logprobs = [weights.new_empty(0, dtype=torch.long)], [weights.new_empty(0)]
+    for begin, end in parts:
         part = slice(begin, end)
         rows = part if row_of is None else slice(None)
         part_rows = None if row_of is None else row_of[part]
         drawn = draw_with_blocks(weights[rows], sums[rows], uniforms[part], part_rows)
         ids.append(drawn.token_ids)
         logprobs.append(drawn.logprobs)
-    if len(ids) == 1:
-        return ids[0], logprobs[0]
-    if not ids:
-        return torch.empty(0, dtype=torch.long, device=weights.device), weights.new_empty(0)
     return torch.cat(ids), torch.cat(logprobs)
 
 

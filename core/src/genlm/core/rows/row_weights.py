@@ -13,7 +13,7 @@ import torch
 
 from genlm.core.base.arrays import check_readable, host_array, native_array
 from genlm.core.base.errors import PopulationError
-from genlm.core.queries.generations import Integers64, is_ascending
+from genlm.core.queries.generations import Integers64, is_identity
 from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import MasksLike, RowMasks
 from genlm.core.rows.truncation import UNLIMITED, Truncation
@@ -113,7 +113,7 @@ class RowWeights:
         """Whether weights are known to be the probabilities of all or of masked tokens."""
         if self._bias is not None or self._offset is not None:
             return False
-        return bool((self._temperature == 1).all()) and not self.is_truncated(vocab_size)
+        return not self._is_tempered and not self.is_truncated(vocab_size)
 
     def device_bias(self, device: torch.device) -> torch.Tensor | None:
         """Return the bias of each token, `(1 or n, vocab_size)`, contiguous, or None."""
@@ -126,9 +126,15 @@ class RowWeights:
 
     def device_temperatures(self, device: torch.device) -> torch.Tensor | None:
         """Return the temperature of each row, shape `(n,)`, float32; None if all are 1."""
-        if (self._temperature == 1).all():
+        if not self._is_tempered:
             return None
         return moved(torch.from_numpy(self.temperatures.astype(np.float32)), device)
+
+    @property
+    def _is_tempered(self) -> bool:
+        """Whether some row has a temperature other than 1."""
+        temperature = self._temperature
+        return bool((temperature != 1).any()) if temperature.ndim else temperature.item() != 1
 
     @property
     def temperatures(self) -> npt.NDArray[np.float64]:
@@ -165,8 +171,7 @@ class RowWeights:
         has_biases = self._bias is not None or self._offset is not None
         if has_biases or not self.truncation.is_equal:
             return None
-        is_tempered = bool((self._temperature != 1).any())
-        return is_tempered, self.is_greedy, self.masks is None, self.truncation
+        return self._is_tempered, self.is_greedy, self.masks is None, self.truncation
 
     @classmethod
     def joined(cls, batches: Sequence[RowWeights]) -> RowWeights:
@@ -184,7 +189,7 @@ class RowWeights:
 
     def of(self, rows: Integers64) -> RowWeights:
         """Return the weights of some rows, possibly with repetitions."""
-        if len(rows) == self.count and is_ascending(rows):
+        if is_identity(rows, self.count):
             return self
         weights = object.__new__(RowWeights)
         weights.count = len(rows)

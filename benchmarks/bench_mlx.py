@@ -9,9 +9,11 @@ every round:
 - genlm: N coroutines that await `next_token_logprobs`, including the front end;
 - genlm-backend: the same on 0.3.1's `AsyncMlxLM`, in a separate environment.
 
-Only decoding is timed. Ratios are genlm-backend's time by the contestant's in the same round,
-their median over rounds. Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights,
-float32, on MLX's default device, which `device` in the results names.
+Only decoding is timed. Ratios are genlm-backend's time (with `--no-peer`, lockstep's) by the
+contestant's in the same round, their median over rounds. `peak_mib` is the peak memory of MLX's
+arrays beyond the weights, the prompt's pass included. Model: a Llama of 8 layers x 512,
+vocabulary 8,000, random weights, float32, on MLX's default device, which the results name as
+`device`.
 """
 
 from __future__ import annotations
@@ -57,22 +59,35 @@ def peer_python() -> Path:
 
 def measure(
     folder: Path, options: argparse.Namespace, peer: Peer | None, clock: Clock
-) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a step of every contestant, by case."""
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """Milliseconds a step and peak memory of every contestant, by case."""
     model, _ = mlx_lm.load(str(folder))
     samples: dict[str, dict[str, list[float]]] = {}
+    peaks: dict[str, int] = {}
+
+    def with_peak(name: str, run: Callable[[], float]) -> float:
+        mx.reset_peak_memory()
+        result = run()
+        peaks[name] = (mx.get_peak_memory() - weights) >> 20
+        return result
+
     with AsyncLM(lambda: MLXEngine(folder), output_cache=OutputCache(0)) as lm:
+        weights = mx.get_active_memory()
         for case in populations(options):
             contestants: dict[str, Callable[[], float]] = {
                 "genlm": functools.partial(genlm, lm, case, clock)
             }
             if not case.uneven:
                 contestants["lockstep"] = functools.partial(lockstep, model, case, clock)
+            contestants = {
+                name: functools.partial(with_peak, f"{case} {name}", run)
+                for name, run in contestants.items()
+            }
             if peer is not None:
                 line = " ".join(str(int(value)) for value in dataclasses.astuple(case))
                 contestants["genlm-backend"] = functools.partial(peer.measure, line)
             samples[str(case)] = in_turn(contestants, options.rounds, str(case))
-    return samples
+    return samples, peaks
 
 
 def main() -> None:
@@ -88,15 +103,19 @@ def main() -> None:
         if not options.no_peer:
             python = options.peer or peer_python()
             peer = Peer(python, "mlx_peer.py", folder, options.clock)
-        samples = measure(folder, options, peer, CLOCKS[options.clock])
+        samples, peaks = measure(folder, options, peer, CLOCKS[options.clock])
         if peer is not None:
             peer.close()
     print_cases(
         "mlx",
         samples,
-        base="genlm-backend",
+        base="lockstep" if options.no_peer else "genlm-backend",
         unit="ms a step",
-        extra={"clock": options.clock, "device": str(mx.default_device())},
+        extra={
+            "clock": options.clock,
+            "device": str(mx.default_device()),
+            "peak_mib": peaks,
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import hypothesis.strategies as st
@@ -84,12 +85,26 @@ def test_each_segment_is_in_one_batch_that_keeps_the_limits(
     segments = [segment(*shape) for shape in wanted]
     batches = list(group_segments(segments, LIMITS))
     assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, segments))
+    for earlier, later in itertools.pairwise(batches):
+        assert not is_one_batch([*earlier, later[0]])
     for members in batches:
         batch = PassLayout.of_segments(members, pad_id=0)
         padding = batch.tokens.size - sum(len(member.tokens) for member in members)
         assert batch.tokens.size <= 200
         assert batch.reads.shape[1] <= 100
         assert padding <= 64
+
+
+def is_one_batch(segments: list[Segment]) -> bool:
+    counts, pasts = [len(s.tokens) for s in segments], [s.past for s in segments]
+    return LIMITS.admit(
+        len(segments),
+        longest=max(counts),
+        new=sum(counts),
+        past=max(pasts),
+        pasts=sum(pasts),
+        shared=0,
+    )
 
 
 def test_a_segment_beyond_the_limits_runs_alone() -> None:
@@ -166,21 +181,30 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
 @given(
     st.lists(st.one_of(st.integers(0, 9), st.integers(0, 20_000)), min_size=1, max_size=40),
     st.integers(1, 50),
+    st.integers(1, 50),
+    st.integers(0, 9000),
 )
 def test_passes_of_a_table_have_each_token_once_earlier_positions_first(
-    positions: list[int], max_rows: int
+    positions: list[int], max_rows: int, max_tokens: int, shared: int
 ) -> None:
-    limits = SegmentLimits(2048, None, max_rows)
-    passes = list(table_passes(np.array(positions), limits))
+    shared = min(shared, *positions)
+    limits = SegmentLimits(max_tokens, None, max_rows)
+    passes = list(table_passes(np.array(positions), limits, shared))
     assert sorted(np.concatenate(passes).tolist()) == list(range(len(positions)))
-    ends = [-1]
-    for members in passes:
-        lengths = [positions[i] + 1 for i in members]
-        assert len(members) <= max_rows
-        assert len(members) == 1 or len(members) * max(lengths) <= 2**16
-        assert max(lengths) <= 2 * min(lengths) + 64
-        assert min(lengths) >= ends[-1]
-        ends.append(max(lengths))
+    lengths = [[positions[i] + 1 - shared for i in members] for members in passes]
+
+    for members, own in zip(passes, lengths, strict=True):
+        assert len(members) <= min(max_rows, max_tokens)
+        assert len(own) == 1 or len(own) * max(own) <= 2**16
+        assert max(own) <= 2 * min(own) + 64
+    for earlier, later in itertools.pairwise(lengths):
+        assert max(earlier) <= min(later)
+
+
+@pytest.mark.parametrize(("shared", "count"), [(0, 16), (980, 1)])
+def test_shared_slots_do_not_divide_a_population(shared: int, count: int) -> None:
+    passes = table_passes(np.full(1000, 1000), SegmentLimits(2048, None), shared)
+    assert len(list(passes)) == count
 
 
 def test_members_of_similar_lengths_share_a_pass_in_order() -> None:

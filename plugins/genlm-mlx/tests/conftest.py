@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from genlm.prefix import shared_pasts
 from genlm.testing import TINY_LLAMA, TinyModel
 
 Make = Callable[..., TinyModel]
@@ -32,3 +33,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def llama(make: Make) -> TinyModel:
     return make("llama", adapters=["red", "blue"])
+
+
+@pytest.fixture
+def eager_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share pasts of any length."""
+    monkeypatch.setattr(shared_pasts, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(shared_pasts, "_WORTH_A_PASS", 3)
+    monkeypatch.setattr(shared_pasts, "_LEAST_COMMON", 2)

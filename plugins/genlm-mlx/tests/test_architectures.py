@@ -30,6 +30,7 @@ def load(folder: Path) -> AsyncLM:
     return genlm.load_model(str(folder), backend="mlx", dtype="float32", unverified="refuse")
 
 
+@pytest.mark.usefixtures("eager_sharing")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_right_or_refused_as_documented(name: str, tmp_path: Path) -> None:
     row = TABLE[name]

@@ -70,6 +70,7 @@ def serve(model: TinyModel, slots: int | None = None, **options: Any) -> MLXEngi
     return engine
 
 
+@pytest.mark.usefixtures("eager_sharing")
 @pytest.mark.parametrize("slots", [None, 130, 40])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_members_have_the_rows_of_their_sequences(
@@ -84,6 +85,7 @@ def test_members_have_the_rows_of_their_sequences(
         assert int(used["kv_bytes_used"]) <= int(used["kv_budget_bytes"])
 
 
+@pytest.mark.usefixtures("eager_sharing")
 @pytest.mark.parametrize("name", SERVED)
 def test_families_with_a_prefix_tree_have_right_populations(
     name: str, tmp_path: Path, counted: Counted
@@ -101,6 +103,7 @@ def test_families_with_a_prefix_tree_have_right_populations(
         assert counted.tokens
 
 
+@pytest.mark.usefixtures("eager_sharing")
 @pytest.mark.parametrize("gathered", [1, 50])
 def test_passes_that_gather_little_have_the_same_rows(
     gathered: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch

@@ -88,54 +88,76 @@ class SegmentLimits:
     max_context: int | None
     max_rows: int = sys.maxsize
 
-    def admit(self, batch: Sequence[Segment], segment: Segment) -> bool:
-        """Whether a segment may join others that have at most as many new tokens."""
-        rows = len(batch) + 1
-        longest = len(segment.tokens)
-        past = max(segment.past, *(other.past for other in batch))
+    def admit(
+        self, rows: int, *, longest: int, new: int, past: int, pasts: int, shared: int
+    ) -> bool:
+        """Whether segments form a batch with little padding.
+
+        Args:
+            rows: Number of segments.
+            longest: Number of tokens of the longest segment.
+            new: Number of tokens of all segments.
+            past: Length of the longest past.
+            pasts: Length of all pasts together.
+            shared: Number of first slots of all pasts that are read once.
+        """
         width = longest + past
-        new = sum(len(other.tokens) for other in batch) + longest
-        past_tokens = sum(other.past for other in batch) + segment.past
         return (
             rows * longest <= self.max_tokens
-            and rows * width <= _GATHERED_AT_ONCE
+            and rows * (width - shared) <= _GATHERED_AT_ONCE
             and (self.max_context is None or width <= self.max_context)
             and rows * longest - new <= _CHEAP_PADDING_TOKENS
-            and rows * past - past_tokens <= max(past_tokens, _CHEAP_GATHERING)
+            and rows * past - pasts <= max(pasts, _CHEAP_GATHERING)
         )
 
 
 def group_segments(
-    segments: Sequence[Segment], limits: SegmentLimits
+    segments: Sequence[Segment], limits: SegmentLimits, shared: int = 0
 ) -> Iterator[list[Segment]]:
-    """Partition segments into batches with little padding."""
+    """Partition segments into batches with little padding.
+
+    Args:
+        segments: The segments of a prefill stage.
+        limits: Limits of a batch.
+        shared: Number of first slots of all pasts that are read once.
+    """
     batch: list[Segment] = []
+    new = past = pasts = 0
     for segment in sorted(segments, key=lambda s: (len(s.tokens), s.past)):
-        if batch and not limits.admit(batch, segment):
+        longest = len(segment.tokens)
+        new, past, pasts = new + longest, max(past, segment.past), pasts + segment.past
+        rows = len(batch) + 1
+        if batch and not limits.admit(
+            rows, longest=longest, new=new, past=past, pasts=pasts, shared=shared
+        ):
             yield batch
-            batch = []
+            batch, new, past, pasts = [], longest, segment.past, segment.past
         batch.append(segment)
     if batch:
         yield batch
 
 
-def table_passes(positions: Integers64, limits: SegmentLimits) -> Iterator[Integers64]:
+def table_passes(
+    positions: Integers64, limits: SegmentLimits, shared: int = 0
+) -> Iterator[Integers64]:
     """Divide tokens, each a sequence with one new token, into passes with little padding.
 
     Args:
         positions: Position of each token in its sequence.
         limits: Limits of a pass.
+        shared: Number of first slots of all sequences that are read once.
 
     Yields:
         Indices of the tokens of a pass; no token of a later pass has an earlier position.
     """
     order = np.argsort(positions, kind="stable")
-    lengths = positions[order] + 1
+    lengths = positions[order] + 1 - shared
     first = 0
     while first < len(order):
         longest = 2 * int(lengths[first]) + _CHEAP_PADDING_TOKENS
         end = int(np.searchsorted(lengths, longest, side="right"))
-        count = max(1, min(limits.max_rows, _GATHERED_AT_ONCE // int(lengths[end - 1])))
+        gathered = _GATHERED_AT_ONCE // int(lengths[end - 1])
+        count = max(1, min(limits.max_rows, limits.max_tokens, gathered))
         end = min(end, first + count)
         yield order[first:end]
         first = end

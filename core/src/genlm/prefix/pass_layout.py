@@ -30,7 +30,10 @@ class PassLayout:
     Attributes:
         tokens, writes, pasts: As above.
         positions: Position of each token in its sequence; padding continues the count.
-        past: Number of columns of the pasts; may be increased before `reads` is used.
+        shared: Number of first slots that all pasts have in common and that `reads` omits; 0
+            until `share` is called.
+        past: Number of columns of the pasts after the shared slots; may be increased before
+            `reads` is used.
         is_even: Whether all sequences have the same number of new tokens.
         past_ends: The last slot of each past, the scratch slot for an empty past.
         ends: The last slot of each sequence.
@@ -49,7 +52,7 @@ class PassLayout:
         self.tokens, self.writes, self.pasts = tokens, writes, pasts
         self._trunk, self._slots, self._lasts = trunk, slots, pasts + counts - 1
         self.positions = pasts[:, None] + np.arange(tokens.shape[1])
-        self.past = int(pasts.max())
+        self.share(0)
         self.is_even = bool((counts == counts[0]).all())
         lasts = self._slots_at(np.stack([pasts - 1, self._lasts], axis=1))
         self.past_ends, self.ends = np.where(pasts, lasts[:, 0], SCRATCH_SLOT), lasts[:, 1]
@@ -79,21 +82,36 @@ class PassLayout:
             slots=batch.slots[batch.rows[part]],
         )
 
+    def share(self, count: int) -> None:
+        """Omit the first `count` slots, which all pasts have in common, from `reads`."""
+        self.shared, self.past = count, int(self.pasts.max()) - count
+
     @property
-    def _places(self) -> Integers64:
-        """Position of each column of pasts and new tokens, shape `(n, past + new)`."""
+    def padding(self) -> Integers64:
+        """Number of columns of padding before each past, shape `(n,)`."""
+        return self.past + self.shared - self.pasts
+
+    @property
+    def places(self) -> Integers64:
+        """Position of each column of `reads`, shape `(n, past + new)`; less in padding."""
         width = self.past + self.tokens.shape[1]
-        return np.arange(width) - (self.past - self.pasts)[:, None]
+        return np.arange(self.shared, self.shared + width) - self.padding[:, None]
 
     @property
     def is_token(self) -> NDArray[np.bool_]:
         """Whether each entry of `reads` is not padding."""
-        return (self._places >= 0) & (self._places <= self._lasts[:, None])
+        return (self.places >= self.shared) & (self.places <= self._lasts[:, None])
+
+    @functools.cached_property
+    def shared_slots(self) -> Slots:
+        """The shared slots, shape `(1, shared)`."""
+        branch = self._slots[0, : max(0, self.shared - len(self._trunk))]
+        return np.concatenate([self._trunk[: self.shared], branch])[None]
 
     @functools.cached_property
     def reads(self) -> Slots:
         """Slots of pasts and new tokens, shape `(n, past + new)`; padding reads the last."""
-        return self._slots_at(np.where(self.is_token, self._places, self._lasts[:, None]))
+        return self._slots_at(np.where(self.is_token, self.places, self._lasts[:, None]))
 
     def __len__(self) -> int:
         """Number of sequences."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from genlm.prefix.forward import ForwardResult, Segment, TableBatch, TreeBatch
 from genlm.prefix.node import Slots
 from genlm.prefix.padding import SegmentLimits, group_segments, table_passes
 from genlm.prefix.pass_layout import PassLayout
+from genlm.prefix.shared_pasts import groups_with_shared_pasts
 
 
 class SegmentForward(abc.ABC):
@@ -22,7 +23,13 @@ class SegmentForward(abc.ABC):
     Args:
         limits: Limits of a pass.
         pad_id: Token id that pads sequences.
+
+    Attributes:
+        shares_pasts: Whether `run_pass` reads slots that all pasts have in common once, from
+            `PassLayout.shared_slots`.
     """
+
+    shares_pasts = False
 
     def __init__(self, limits: SegmentLimits, pad_id: int = 0) -> None:
         self._limits, self._pad_id = limits, pad_id
@@ -43,25 +50,51 @@ class SegmentForward(abc.ABC):
         """
 
     def run_segments(
-        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+        self,
+        segments: Sequence[Segment],
+        rows: Integers64,
+        places: Integers64,
+        shared: int = 0,
     ) -> torch.Tensor:
-        """Run one pass over segments, whose pasts are computed; see `run_pass`."""
-        return self.run_pass(PassLayout.of_segments(segments, self._pad_id), rows, places)
+        """Run one pass over segments, whose pasts are computed; see `run_pass`.
+
+        The first `shared` slots of all pasts are the same and are read once.
+        """
+        layout = PassLayout.of_segments(segments, self._pad_id)
+        layout.share(shared)
+        return self.run_pass(layout, rows, places)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Compute the uncached tokens of the tree and the requested logits."""
         tokens = forwards = 0
         requested = PassLogits(batch.wanted)
-        for stage in batch.stages:
-            for segments in group_segments(stage, self._limits):
-                counts = np.array([len(segment.tokens) for segment in segments])
-                new = np.concatenate([segment.slots[segment.past :] for segment in segments])
-                wanted = np.flatnonzero(np.isin(new, batch.wanted))
-                rows = np.repeat(np.arange(len(segments)), counts)[wanted]
-                places = wanted - (np.cumsum(counts) - counts)[rows]
-                requested.add(new[wanted], self.run_segments(segments, rows, places))
-                tokens, forwards = tokens + len(new), forwards + 1
+        for segments, shared in self._passes(batch):
+            counts = np.array([len(segment.tokens) for segment in segments])
+            new = np.concatenate([segment.slots[segment.past :] for segment in segments])
+            wanted = np.flatnonzero(np.isin(new, batch.wanted))
+            rows = np.repeat(np.arange(len(segments)), counts)[wanted]
+            places = wanted - (np.cumsum(counts) - counts)[rows]
+            logits = self.run_segments(segments, rows, places, shared)
+            requested.add(new[wanted], logits)
+            tokens, forwards = tokens + len(new), forwards + 1
         return ForwardResult(requested.logits, tokens, forwards)
+
+    def _passes(self, batch: TreeBatch) -> Iterator[tuple[list[Segment], int]]:
+        """Yield the segments of each pass, and how many first slots their pasts share."""
+        for stage in batch.stages:
+            pasts = np.array([segment.past for segment in stage])
+            paths = [segment.slots for segment in stage]
+            for members, shared in self._groups(paths, pasts):
+                part = [stage[i] for i in members.tolist()]
+                for segments in group_segments(part, self._limits, shared):
+                    yield segments, shared
+
+    def _groups(
+        self, paths: Sequence[Slots], pasts: Integers64, trunk: int = 0
+    ) -> Iterable[tuple[Integers64, int]]:
+        if self.shares_pasts:
+            return groups_with_shared_pasts(paths, pasts, trunk)
+        return [(np.arange(len(paths)), 0)]
 
     def run_table(
         self,
@@ -76,11 +109,15 @@ class SegmentForward(abc.ABC):
         is_requested[batch.results] = True
         forwards = 0
         requested = PassLogits(batch.results)
-        for members in table_passes(batch.positions, self._limits):
-            rows = np.flatnonzero(is_requested[members])
-            layout = PassLayout.of_table(batch, members)
-            requested.add(members[rows], self.run_pass(layout, rows, np.zeros_like(rows)))
-            forwards += 1
+        paths = [batch.slots[row] for row in batch.rows.tolist()]
+        for group, shared in self._groups(paths, batch.positions, len(batch.trunk)):
+            for part in table_passes(batch.positions[group], self._limits, shared):
+                members = group[part]
+                rows = np.flatnonzero(is_requested[members])
+                layout = PassLayout.of_table(batch, members)
+                layout.share(shared)
+                requested.add(members[rows], self.run_pass(layout, rows, np.zeros_like(rows)))
+                forwards += 1
         return ForwardResult(requested.logits, len(batch.tokens), forwards)
 
 

@@ -36,9 +36,6 @@ PATHS = ("slot_cache", "uncached")
 
 DEFAULT_TOKENS_PER_BATCH = 2048
 
-# Maximum errors in log-probability, in float32 and in half precision.
-_TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
-
 
 def choose_execution_path(
     model: Any,
@@ -78,9 +75,7 @@ def choose_execution_path(
 
     def self_test(path: SlotCachePath) -> float:
         text = range(min(embedding_rows, vocabulary.size))
-        layers = path.forward.storage.layers
-        is_exact = all(layer.dtype == mx.float32 for layer in layers)
-        tolerance = _TOLERANCE if is_exact else _COARSE_TOLERANCE
+        tolerance = path.forward.tolerance
         test = SelfTest(text, uncached, tolerance=tolerance, max_context=max_context)
         return test.largest_error(path)
 

@@ -20,7 +20,7 @@ from genlm.prefix import (
     UnsupportedModelError,
     slots_within,
 )
-from genlm_mlx.cache import slot_caches
+from genlm_mlx.cache import check_attention, slot_caches
 from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape, default_budget_bytes
 
@@ -32,6 +32,12 @@ _LOGITS_AT_ONCE = 2**24
 
 # Number of tokens of the pass that shows what a model caches.
 _PROBE_TOKENS = 3
+
+# Number of slots for the passes that show whether a model shares pasts.
+_PROBE_SLOTS = 8
+
+# Maximum errors in log-probability, in float32 and in half precision.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
 
 
 class SlotCacheForward(SegmentForward):
@@ -47,6 +53,7 @@ class SlotCacheForward(SegmentForward):
         budget_bytes: Maximum size of keys and values.
         bytes_per_token: Size of the keys and values of one token.
         width: Width of the model's output.
+        tolerance: Maximum error in log-probability.
 
     Raises:
         UnsupportedModelError: The layers cache state other than keys and values of their past.
@@ -63,16 +70,51 @@ class SlotCacheForward(SegmentForward):
             if kv_budget_bytes is None
             else kv_budget_bytes
         )
-        self.storage = KVStorage(shapes, slots_within(self.budget_bytes, self.bytes_per_token))
+        is_exact = all(shape.dtype == mx.float32 for shape in shapes)
+        self.tolerance = _TOLERANCE if is_exact else _COARSE_TOLERANCE
         self._resident = ResidentBatches()
+        self.storage = KVStorage(shapes, _PROBE_SLOTS)
+        self.shares_pasts = self._can_share_pasts()
+        self.storage = KVStorage(shapes, slots_within(self.budget_bytes, self.bytes_per_token))
 
     def clear(self) -> None:
         """Free all cached state."""
         self._resident.clear()
         self.storage.reset()
 
+    def _can_share_pasts(self) -> bool:
+        """Whether attention reads common slots once with the same result, on a few tokens."""
+        common, new = 2, 2
+        slots = np.arange(1, _PROBE_SLOTS)
+        text, no_rows = [0] * len(slots), slots[:0]
+        past = Segment(text[: common + 1], slots[: common + 1], slots[: common + 1])
+        try:
+            self.run_segments([past], no_rows, no_rows)
+            for pasts, count in (([2, 2], 1), ([2, 3], 1), ([2, 3], new)):
+                segments = []
+                for row, length in enumerate(pasts):
+                    writes = slots[common + 1 + row * new :][:count]
+                    path = np.concatenate([slots[:length], writes])
+                    segments.append(Segment(text[:count], path, writes))
+                rows, places = np.arange(2), np.full(2, count - 1)
+                shared, separate = (
+                    self.run_segments(segments, rows, places, n).log_softmax(dim=-1)
+                    for n in (common, 0)
+                )
+                if not (shared - separate).abs().max() <= self.tolerance:
+                    return False
+        except (AttributeError, TypeError, ValueError):
+            return False
+        finally:
+            self._resident.clear()
+        return True
+
     def run_segments(
-        self, segments: Sequence[Segment], rows: Integers64, places: Integers64
+        self,
+        segments: Sequence[Segment],
+        rows: Integers64,
+        places: Integers64,
+        shared: int = 0,
     ) -> torch.Tensor:
         """Run one pass over segments side by side; see `SegmentForward`.
 
@@ -82,12 +124,12 @@ class SlotCacheForward(SegmentForward):
         first = int(places.min()) if len(places) else 0
         if len(segments) * first * self.width > _LOGITS_AT_ONCE:
             self.run_segments(
-                [_slice_segment(s, slice(first)) for s in segments], rows[:0], rows[:0]
+                [_slice_segment(s, slice(first)) for s in segments], rows[:0], rows[:0], shared
             )
             remaining = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
             segments = [_slice_segment(segments[i], slice(first, None)) for i in remaining]
             rows, places = np.searchsorted(remaining, rows), places - first
-        return super().run_segments(segments, rows, places)
+        return super().run_segments(segments, rows, places, shared)
 
     def run_pass(
         self, layout: PassLayout, rows: Integers64, places: Integers64
@@ -109,6 +151,7 @@ class SlotCacheForward(SegmentForward):
             self.storage, layout, self._windows, resident=resident, continues=continues
         )
         logits = self._model(mx.array(layout.tokens.astype(np.int32)), cache=caches)
+        check_attention(caches)
         requested = [select_logits(logits, rows, places)] if len(rows) else []
         del logits  # before the requested ones are computed
         self.storage.settle(*requested, *([] if resident is None else [resident.arrays]))

@@ -20,7 +20,8 @@ _STEP = 64
 # More batches rarely contain a past.
 _MAX_BATCHES = 8
 
-# Maximum padding columns before the longest past; more are removed by a copy.
+# Maximum number of columns of padding, or of shared slots, before the longest past; more are
+# removed by a copy.
 _MAX_PADDING = 64
 
 # Replaces the last slot of a sequence after another token was written to that slot.
@@ -33,11 +34,13 @@ class ResidentBatch:
     Attributes:
         arrays: Keys and values of each layer, `(sequences, heads, columns, width)`.
         columns: Number of columns in use.
+        shared: Number of first tokens that all sequences have in common and that have no
+            column.
     """
 
     def __init__(self, layout: PassLayout, layers: int) -> None:
         self.arrays: list[list[mx.array]] = [[] for _ in range(layers)]
-        self.columns = 0
+        self.columns, self.shared = 0, layout.shared
         self._ends = layout.ends
         self._sources: mx.array | None = None
 
@@ -111,12 +114,15 @@ class ResidentBatches:
     def take(self, layout: PassLayout, max_tokens: int) -> ResidentBatch | None:
         """Remove and return the batch that has the pasts of all sequences, ready to continue.
 
-        The result is None if there is no such batch, or if it would then have more than
-        `max_tokens` tokens.
+        The layout then shares as many slots as the batch. The result is None if there is no
+        such batch, or if it would then have more than `max_tokens` tokens.
         """
+        longest = layout.shared + layout.past
         for batch in reversed(self._batches):
-            if batch.columns > layout.past + _MAX_PADDING:
+            if batch.columns + batch.shared > longest + _MAX_PADDING:
                 continue
+            if layout.shared - batch.shared > max(_MAX_PADDING, batch.columns // 2):
+                continue  # the sequences have more in common than when the batch began
             sources = batch.sources(layout.past_ends)
             if sources is None:
                 continue
@@ -124,6 +130,7 @@ class ResidentBatches:
             if batch.tokens_after(len(layout), layout.tokens.shape[1]) > max_tokens:
                 return None
             batch.continue_with(layout, sources)
+            layout.share(batch.shared)
             return batch
         return None
 

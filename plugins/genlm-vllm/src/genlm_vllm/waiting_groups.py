@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from genlm.plugin import GroupQuery, GroupTurns, Lineage
+from genlm.plugin import Generation, GroupQuery, GroupTurns
 from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import Room
@@ -27,6 +29,7 @@ class WaitingGroups:
         self._residents = residents
         self._turns = GroupTurns()
         self._groups: dict[int, GroupQuery] = {}
+        self._ancestries: dict[int, _Ancestry] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -38,11 +41,13 @@ class WaitingGroups:
     def drop(self, query_id: int) -> None:
         """Remove a group, if it waits."""
         self._groups.pop(query_id, None)
+        self._ancestries.pop(query_id, None)
 
     def drop_all(self) -> list[int]:
         """Remove all groups and return their ids."""
         dropped = list(self._groups)
         self._groups.clear()
+        self._ancestries.clear()
         return dropped
 
     def take(self) -> list[GroupQuery]:
@@ -56,32 +61,37 @@ class WaitingGroups:
         available = self._residents.idle.free_room
         total = sum(map(self._max_cost, groups), np.zeros(2, np.int64))
         costs: Mapping[int, Room] = {}
+        names: Mapping[int, list[str]] = {}
         if is_short := not _fits(total, available):
             costs = {group.query_id: self._cost(group) for group in groups}
             total = sum(costs.values(), np.zeros(2, np.int64))
             is_short = not _fits(total, available)
         if is_short:
-            pending = {name for group in groups for name in _names(group)}
+            names = {group.query_id: self._names(group) for group in groups}
+            pending = set().union(*names.values())
             unused = self._residents.requests.unused()
             self._residents.idle.make_room(
                 total, [name for name in unused if name not in pending], partly=True
             )
             is_short = not _fits(total, self._residents.idle.free_room)
         if is_short:
-            chosen = self._choose(groups, costs)
+            chosen = self._choose(groups, costs, names)
         self._turns.record(groups, chosen, is_short=is_short)
         for group in chosen:
-            del self._groups[group.query_id]
+            self.drop(group.query_id)
         return chosen
 
     def _choose(
-        self, groups: Sequence[GroupQuery], costs: Mapping[int, Room]
+        self,
+        groups: Sequence[GroupQuery],
+        costs: Mapping[int, Room],
+        names: Mapping[int, list[str]],
     ) -> list[GroupQuery]:
         """Choose groups if there is too little room for all, and end requests of others.
 
         The oldest populations are chosen, and the requests of the youngest ones end for them.
         """
-        residents, names = self._residents, {g.query_id: _names(g) for g in groups}
+        residents = self._residents
         younger = self._turns.order(groups)
         first = younger[0]
         is_overdue = self._turns.is_overdue(first)
@@ -135,17 +145,17 @@ class WaitingGroups:
             group.generation.lineage,
             group.wanted,
         )
-        earlier, (residents, lengths, *_) = _computed(group)
+        ancestry = self._ancestry(group)
+        residents, lengths, *_ = MemberRequests.of(ancestry.root, ancestry.sources)
+        lengths = np.where(lengths, lengths, ancestry.root.lineage.lengths)
         names, size = requests.by_name, requests.block_tokens
         living = [resident is not None and resident.name in names for resident in residents]
         is_living = np.array(living, bool)
-        parents = lineage.origins(wanted, earlier)
+        parents = ancestry.parents
         # The requests of other members stay; those without a member end.
         is_free = is_living.copy()
-        if len(wanted) < len(lineage):
-            others = np.delete(np.arange(len(lineage)), wanted)
-            is_free[lineage.origins(others, earlier)] = False
-            is_free[parents] = is_living[parents]
+        is_free[ancestry.others] = False
+        is_free[parents] = is_living[parents]
         places = max(0, len(wanted) - np.count_nonzero(is_free))
         if size is None:
             return np.array([places, 0])
@@ -162,24 +172,45 @@ class WaitingGroups:
             )
         return np.array([places, max(0, blocks)])
 
+    def _names(self, group: GroupQuery) -> list[str]:
+        """Return the names of the requests that a group continues."""
+        ancestry = self._ancestry(group)
+        residents = MemberRequests.of(ancestry.root, ancestry.sources).states
+        chosen = residents[np.unique(ancestry.parents)]
+        return [resident.name for resident in chosen if resident is not None]
 
-def _computed(group: GroupQuery) -> tuple[Lineage, MemberRequests]:
-    """Return the nearest lineage of a group that was computed, and its requests.
+    def _ancestry(self, group: GroupQuery) -> _Ancestry:
+        """Return the ancestry of a group, which is computed again if its root has changed."""
+        root, known = group.generation.root, self._ancestries.get(group.query_id)
+        if known is None or known.root is not root or known.joined is not root.joined:
+            known = self._ancestries[group.query_id] = _Ancestry.of(group, root)
+        return known
 
-    Returns the first lineage if none was computed.
+
+class _Ancestry(NamedTuple):
+    """The sequences that a group extends. It is the same for all choices while a group waits.
+
+    Attributes:
+        root: The nearest generation that was computed, or the first one.
+        joined: Its attribute `joined`, a new list after it was computed.
+        sources: Its sources.
+        parents: Index in it of the sequence that each wanted sequence extends.
+        others: Indices in it of those that the other sequences of the group extend.
     """
-    root = group.generation.root
-    members = MemberRequests.of(root)
-    lengths = np.where(members.lengths, members.lengths, root.lineage.lengths)
-    return root.lineage, members._replace(lengths=lengths)
 
+    root: Generation
+    joined: list[Any]
+    sources: list[Any]
+    parents: npt.NDArray[np.int64]
+    others: npt.NDArray[np.int64]
 
-def _names(group: GroupQuery) -> list[str]:
-    """Return the names of the requests that a group continues."""
-    earlier, members = _computed(group)
-    parents = np.unique(group.generation.lineage.origins(group.wanted, earlier))
-    chosen = members.states[parents]
-    return [resident.name for resident in chosen if resident is not None]
+    @classmethod
+    def of(cls, group: GroupQuery, root: Generation) -> _Ancestry:
+        """Return the ancestry of a group with this root."""
+        lineage, wanted = group.generation.lineage, group.wanted
+        others = np.delete(np.arange(len(lineage)), wanted)
+        parents, of_others = (lineage.origins(each, root.lineage) for each in (wanted, others))
+        return cls(root, root.joined, root.sources(), parents, of_others)
 
 
 def _fits(cost: Room, available: Room) -> bool:

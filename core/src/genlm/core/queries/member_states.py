@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.queries.generations import Generation, Integers64
+from genlm.core.queries.generations import Generation, Integers64, Source
 
 MAX_WAITING = 16
 """Number of queries after which the state of a sequence that none of them wanted is dropped:
@@ -33,13 +33,20 @@ class MemberStates(NamedTuple):
     lease: object = None
 
     @classmethod
-    def of(cls, generation: Generation) -> Self:
-        """Return the states of a generation, or those of the sequences that it extends."""
+    def of(cls, generation: Generation, sources: Sequence[Source] | None = None) -> Self:
+        """Return the states of a generation, or those of the sequences that it extends.
+
+        Args:
+            generation: The generation.
+            sources: Its `sources()`, if they are known.
+        """
         count = len(generation.lineage)
         members = cls(
             np.full(count, None), np.zeros(count, np.int64), np.zeros(count, np.int64)
         )
-        for source, origins, places, lengths in generation.sources():
+        for source, origins, places, lengths in (
+            generation.sources() if sources is None else sources
+        ):
             if isinstance(source.state, cls):
                 states, state_lengths, waiting, _ = source.state
                 members.states[places] = states[origins]

@@ -63,8 +63,9 @@ class ByteReader:
     Args:
         llm: The model.
         width: Size of the beam of the most likely hypotheses; every token that completes in a
-            hypothesis requires a row. If all of them end within a token, the beam also keeps
-            the most likely one that does not, so every byte that begins a token can follow.
+            hypothesis requires a row, which the hypothesis keeps in float64. If all of them end
+            within a token, the beam also keeps the most likely one that does not, so every byte
+            that begins a token can follow.
         prune_threshold: Hypotheses whose probability is below this share of that of the most
             likely one are removed, except the most likely one that does not end within a token.
             A small share, such as 1e-4, saves most of the rows of a wide beam.

@@ -121,10 +121,11 @@ def test_requests_of_members_that_wait_are_not_counted_as_free(
     first = group(0, 3, length=1).generation  # of 2 tokens, which are a block
     residents: Any = [SimpleNamespace(name="a"), SimpleNamespace(name="b"), None]
     lengths, none_waited = np.array([2, 1, 0]), np.zeros(3, np.int64)
-    first.keep(MemberRequests(np.array(residents), lengths, none_waited))
     generation, members = first.extended(np.array([0, 0, 1]), np.array([[5], [6], [-1]]))
     query = GroupQuery(1, generation, members[wanted], np.arange(len(wanted)), Rows())
     groups = waiting(requests, query)
+    assert groups._cost(query)[0] == len(wanted)
+    first.keep(MemberRequests(np.array(residents), lengths, none_waited))  # while it waits
     assert groups._cost(query).tolist() == [places, blocks]
     assert groups._max_cost(query).tolist() == [len(wanted), 2 * len(wanted) - (2 in wanted)]
 

@@ -17,6 +17,7 @@ from genlm.prefix import (
     Segment,
     SegmentForward,
     SegmentLimits,
+    Slots,
     UnsupportedModelError,
     slots_within,
 )
@@ -84,22 +85,24 @@ class SlotCacheForward(SegmentForward):
 
     def _can_share_pasts(self) -> bool:
         """Whether attention reads common slots once with the same result, on a few tokens."""
-        common, new = 2, 2
         slots = np.arange(1, _PROBE_SLOTS)
-        text, no_rows = [0] * len(slots), slots[:0]
-        past = Segment(text[: common + 1], slots[: common + 1], slots[: common + 1])
+
+        def segment(past: int, new: Slots) -> Segment:
+            tokens = (new % self.width).tolist()
+            return Segment(tokens, np.concatenate([slots[:past], new]), new)
+
+        passes = (
+            [segment(2, slots[3:4]), segment(2, slots[4:5])],
+            [segment(2, slots[3:4]), segment(3, slots[4:5])],
+            [segment(2, slots[3:5]), segment(3, slots[5:7])],
+        )
         try:
-            self.run_segments([past], no_rows, no_rows)
-            for pasts, count in (([2, 2], 1), ([2, 3], 1), ([2, 3], new)):
-                segments = []
-                for row, length in enumerate(pasts):
-                    writes = slots[common + 1 + row * new :][:count]
-                    path = np.concatenate([slots[:length], writes])
-                    segments.append(Segment(text[:count], path, writes))
-                rows, places = np.arange(2), np.full(2, count - 1)
-                shared, separate = (
-                    self.run_segments(segments, rows, places, n).log_softmax(dim=-1)
-                    for n in (common, 0)
+            self.run_segments([segment(0, slots[:3])], slots[:0], slots[:0])
+            for segments in passes:
+                places = np.full(2, len(segments[0].tokens) - 1)
+                separate, shared = (
+                    self.run_segments(segments, np.arange(2), places, count).log_softmax(dim=-1)
+                    for count in (0, 2)
                 )
                 if not (shared - separate).abs().max() <= self.tolerance:
                     return False

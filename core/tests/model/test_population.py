@@ -492,10 +492,13 @@ def test_draws_from_given_rows_are_those_of_the_model_and_compute_nothing(
         {"temperature": [0.5, 0.0, 1.0, 2.0], "top_k": 3},
         {"masks": [[1, 2]], "temperature": 0.7, "top_p": 0.9},
     ]
-    drawn = [population.draw_sync(**options, seed=5) for options in settings]
+    several = partial(population.draw_without_replacement_sync, 3)
+    draws = [partial(population.draw_sync, **options) for options in settings]
+    draws += [several, partial(several, **settings[1])]
+    drawn = [draw(seed=5) for draw in draws]
     before = tiny.statistics()
-    for options, expected in zip(settings, drawn, strict=True):
-        again = population.draw_sync(**options, rows=rows, seed=5)
+    for draw, expected in zip(draws, drawn, strict=True):
+        again = draw(rows=rows, seed=5)
         assert again.token_ids.tolist() == expected.token_ids.tolist()
         torch.testing.assert_close(tuple(again[1:]), tuple(expected[1:]))
     product = torch.log_softmax(rows + bias, 1)

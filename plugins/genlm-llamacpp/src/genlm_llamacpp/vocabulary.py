@@ -129,7 +129,7 @@ class GgufTokenizer:
 
         source = chat_template or self.chat_template
         if source is None:
-            raise ValueError("the file has no chat template; pass chat_template=")
+            raise ValueError("the file has no chat template")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
         template = environment.from_string(source)

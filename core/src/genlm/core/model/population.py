@@ -166,6 +166,7 @@ class Population(MemberReductions):
         mask_index: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
         bias: ArrayLike = 0.0,
+        rows: torch.Tensor | None = None,
         seed: int | None = None,
     ) -> DrawnTokens:
         """Draw `k` different next tokens of each member, one after the other.
@@ -183,6 +184,7 @@ class Population(MemberReductions):
                 tokens are the most likely allowed ones, in order, for example of a beam search
                 under a constraint.
             bias: As `draw`.
+            rows: As `draw`.
             seed: As `draw`.
 
         Returns:
@@ -200,7 +202,11 @@ class Population(MemberReductions):
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
             )
-        drawn: DrawnTokens = await self._draw(settings, seed, count)
+        drawn: DrawnTokens
+        if rows is None:
+            drawn = await self._draw(settings, seed, count)
+        else:
+            drawn = await off_loop(self._draw_from, rows, settings, seed, count)
         return drawn
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
@@ -359,9 +365,13 @@ class Population(MemberReductions):
         )
 
     def _draw_from(
-        self, rows: torch.Tensor, settings: DrawSettings, seed: int | None
+        self,
+        rows: torch.Tensor,
+        settings: DrawSettings,
+        seed: int | None,
+        count: int | None = None,
     ) -> DrawnTokens:
-        """Draw for the active members from log-probabilities of all members."""
+        """Draw as `_draw` for the active members from log-probabilities of all members."""
         size, active = self._lm.vocabulary.size, settings.active
         rows = torch.as_tensor(rows)
         if rows.shape != (len(self), size):
@@ -376,7 +386,7 @@ class Population(MemberReductions):
                 f"rows: the probabilities of members {members} do not sum to 1; pass "
                 f"log-probabilities, such as logits.log_softmax(1)"
             )
-        numbers = uniforms(checked_seed(seed), active, self._step)
+        numbers = uniforms(checked_seed(seed), active, self._step, count)
         columns = DrawColumns(settings.active_weights, numbers).compute(
             rows, torch.from_numpy(active), torch.arange(len(active))
         )

@@ -95,6 +95,22 @@ def test_the_oldest_groups_that_fit_begin_first(
     assert not groups
 
 
+def test_only_the_oldest_of_many_groups_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = waiting(Requests(places=4), *(group(i, 3) for i in range(100)))
+    compared, cost = [], groups._cost
+
+    def counted(query: GroupQuery) -> Any:
+        compared.append(query.query_id)
+        return cost(query)
+
+    monkeypatch.setattr(groups, "_cost", counted)
+    taken = []
+    while groups:
+        taken += ids(groups.take())
+    assert taken == [*range(100)]
+    assert len(compared) <= 600
+
+
 def test_a_group_is_not_passed_over_for_ever() -> None:
     requests = Requests(places=4)
     requests.computes_groups = True

@@ -13,6 +13,10 @@ from genlm_vllm.member_requests import MemberRequests
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import Room
 
+_CANDIDATES = 4
+"""Maximum number of sequences of the groups among which a step chooses, as a multiple of the
+number of requests that vLLM can run. The costs of all of them are computed at each step."""
+
 
 class WaitingGroups:
     """Group queries that are not computed yet.
@@ -57,7 +61,7 @@ class WaitingGroups:
         """
         if not self._groups:
             return []
-        chosen = groups = list(self._groups.values())
+        chosen = groups = self._candidates()
         available = self._residents.idle.free_room
         total = sum(map(self._max_cost, groups), np.zeros(2, np.int64))
         costs: Mapping[int, Room] = {}
@@ -76,10 +80,21 @@ class WaitingGroups:
             is_short = not _fits(total, self._residents.idle.free_room)
         if is_short:
             chosen = self._choose(groups, costs, names)
-        self._turns.record(groups, chosen, is_short=is_short)
+        self._turns.record([*self._groups.values()], chosen, is_short=is_short)
         for group in chosen:
             self.drop(group.query_id)
         return chosen
+
+    def _candidates(self) -> list[GroupQuery]:
+        """Return all groups, or the oldest ones if they have many sequences."""
+        groups, residents = list(self._groups.values()), self._residents
+        places = len(residents.requests.by_name) + int(residents.idle.free_room[0])
+        limit = _CANDIDATES * places
+        if sum(len(group.wanted) for group in groups) <= limit:
+            return groups
+        groups = self._turns.order(groups)
+        counts = np.cumsum([len(group.wanted) for group in groups])
+        return groups[: 1 + int(np.searchsorted(counts, limit))]
 
     def _choose(
         self,
@@ -130,7 +145,7 @@ class WaitingGroups:
     def lacks_room(self) -> bool:
         """Whether there is too little room for any of the groups."""
         available = self._residents.idle.free_room
-        return not any(_fits(self._cost(group), available) for group in self._groups.values())
+        return not any(_fits(self._cost(group), available) for group in self._candidates())
 
     def _max_cost(self, group: GroupQuery) -> Room:
         """Return the room that a group would need without its requests and shared blocks."""

@@ -88,7 +88,7 @@ class MemberReductions(Members):
 
         Returns:
             The results of all members: a tensor whose first dimension is n, or a tuple of such
-            tensors.
+            tensors if there are several; a tuple of one tensor is returned as the tensor.
 
         Raises:
             TypeError: `reduction` is of another type.

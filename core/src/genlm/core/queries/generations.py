@@ -35,10 +35,10 @@ sequences."""
 
 
 class Suffixes(NamedTuple):
-    """Sequences as continuations of the sequences of the first lineage.
+    """Sequences as continuations of the sequences of an earlier lineage.
 
     Attributes:
-        places: Index of the continued sequence in the first lineage, shape `(n,)`.
+        places: Index of the continued sequence in the earlier lineage, shape `(n,)`.
         token_ids: Tokens of the continuation, shape `(n, k)`, `NO_TOKEN` where a column adds no
             token.
     """
@@ -174,15 +174,16 @@ class Lineage:
             places, lineage = lineage.ancestors[places], lineage.parent
         return places
 
-    def suffixes(self, places: Integers64) -> Suffixes:
-        """Return sequences as continuations of the sequences of the first lineage.
+    def suffixes(self, places: Integers64, earlier: Lineage | None = None) -> Suffixes:
+        """Return sequences as continuations of the sequences of an earlier lineage.
 
         Args:
             places: Indices of sequences of this lineage, shape `(n,)`.
+            earlier: This lineage or one of its ancestors; by default the first lineage.
         """
         columns: list[Integers64] = []
         lineage = self
-        while lineage.parent is not None:
+        while lineage is not earlier and lineage.parent is not None:
             columns.append(lineage.token_ids[places])
             places = lineage.ancestors[places]
             lineage = lineage.parent

@@ -104,7 +104,6 @@ class ByteReader:
         self.prune_threshold = threshold
         self._trie, self._excluded = _tries.get(llm.vocabulary, stop)
         self._beam: tuple[_Hypothesis, ...] = ()
-        self._mass = np.zeros(0)  # of the next bytes
         self._is_busy = False
 
     async def start(self, token_ids: Sequence[int] | Context) -> None:
@@ -123,14 +122,14 @@ class ByteReader:
         vocabulary = self.llm.vocabulary
         begins = vocabulary.special_ids.issuperset(token_ids.token_ids)
         with self._exclusive():
-            before = self._beam, self._mass, self.is_exact
+            before = self._beam, self.is_exact
             try:
                 self.is_exact = True
                 await self._prune([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
                 if begins and adds_space(vocabulary):
                     await self._read_added_space()
             except BaseException:
-                self._beam, self._mass, self.is_exact = before
+                self._beam, self.is_exact = before
                 raise
             self.logprob = 0.0
 
@@ -171,14 +170,18 @@ class ByteReader:
         """
         if not self._beam:
             raise RuntimeError("the reader was not started: await reader.start(token_ids)")
-        total = self._mass.sum()
+        mass = np.zeros(ByteReader.STOP + 1)
+        for hypothesis in self._beam:
+            symbols = self._trie.child_symbols(hypothesis.node)
+            mass[symbols] += hypothesis.weight * hypothesis.sums
+        total = mass.sum()
         if total == 0:
             raise ValueError(
                 "the probabilities of the next byte and of the end are 0: after all "
                 "tokenizations in the beam, the model predicts only tokens without bytes or "
                 "special tokens that are not in stop"
             )
-        probabilities: Floats = self._mass / total
+        probabilities: Floats = mass / total
         return probabilities
 
     async def read(self, text: bytes) -> None:
@@ -266,10 +269,6 @@ class ByteReader:
             replace(hypothesis, weight=hypothesis.weight / total, mass=hypothesis.mass / total)
             for hypothesis in best
         )
-        self._mass = np.zeros(ByteReader.STOP + 1)
-        for hypothesis in self._beam:
-            symbols = self._trie.child_symbols(hypothesis.node)
-            self._mass[symbols] += hypothesis.weight * hypothesis.sums
         self.is_exact &= len(best) == count
 
     def _probabilities(self, logprobs: torch.Tensor) -> Floats:

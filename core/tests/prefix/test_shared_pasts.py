@@ -39,7 +39,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_are_a_partition_in_which_pasts_have_their_first_slots_in_common(
     wanted: list[tuple[int, ...]], limit: int
 ) -> None:
-    """Every prefix has a slot of its own, as in a tree."""
+    """Each prefix of a text has one slot, as in a prefix tree."""
     prefixes = {text[:end] for text in wanted for end in range(1, len(text) + 1)}
     numbers = {prefix: slot for slot, prefix in enumerate(sorted(prefixes), start=1)}
     paths = [

@@ -67,7 +67,7 @@ def log_mass_ratios(
     count = logprobs.shape[1]
     relative = logprobs - logprobs[np.arange(len(place)), place][:, None]
     after = np.arange(count) - place[:, None]
-    is_used = (after > 0) & (after <= extra[:, None]) & (logprobs > -np.inf)
+    is_used = (after > 0) & (after <= extra[:, None])
     with np.errstate(over="ignore", invalid="ignore"):  # of places that are not used
         accepted = np.where(is_accepted, np.exp(relative), 0.0)
         remaining = np.where(is_used & is_accepted, np.exp(relative - draw_logprobs), 0.0)

@@ -98,9 +98,9 @@ class PackedPlan:
 class SharedLengths:
     """Lengths of the prefixes that the query tokens of a pass over a block table share.
 
-    They are kept for the next pass. If its tokens continue those of this pass one by one, their
-    sequences have no further slots in common, and groups remain the same. Groups of shorter
-    prefixes than possible would gather more slots, but no wrong ones.
+    The lengths of a pass are valid for the next pass if each of its tokens follows the token
+    with the same index, because then the sequences share no additional slots. Lengths that are
+    too small never change results: groups with shorter prefixes only gather more slots.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,10 @@ class DrawSettings(NamedTuple):
             if logprobs.ndim > 1:  # without replacement: a finished member is one continuation
                 logprobs[:, 1:] = -math.inf
             drawn = DrawnTokens(
-                torch.full(shape, NO_TOKEN), logprobs, log_mass, torch.zeros(shape)
+                torch.full(shape, NO_TOKEN, device="cpu"),
+                logprobs,
+                log_mass,
+                torch.zeros_like(logprobs),
             )
             members = torch.from_numpy(self.active)
             for column, values in zip(drawn, columns, strict=True):

@@ -252,7 +252,7 @@ class AsyncLM(
         """
         rows = await self._requests.batch(token_ids_list, None, lora_name)
         if not rows:
-            return torch.empty(0, self.vocab_size, dtype=torch.float32)
+            return torch.empty(0, self.vocab_size, dtype=torch.float32, device="cpu")
         if 4 * self.vocab_size * len(rows) <= COPIED_ON_LOOP:
             return torch.stack(rows)
         return await off_loop(torch.stack, rows)

@@ -59,7 +59,7 @@ class MemberReductions(Members):
         """
         ids = self._checked_tokens(token_ids)
         if not ids.size:
-            return torch.empty(ids.shape, dtype=torch.float32)
+            return torch.empty(ids.shape, dtype=torch.float32, device="cpu")
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
         logprobs: torch.Tensor
         [logprobs] = await self._reduce(TokenColumns(columns))

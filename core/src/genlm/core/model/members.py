@@ -102,7 +102,7 @@ class Members(Immutable):
         Unlike `tokens`, this takes the same time for members of any length.
         """
         if not len(self):
-            return torch.empty(0, dtype=torch.long)
+            return torch.empty(0, dtype=torch.long, device="cpu")
         last = self._lineage.last_tokens(self._places, np.ones(len(self), np.int64))
         return torch.from_numpy(last.max(axis=1))
 

@@ -281,7 +281,7 @@ class Population(MemberReductions):
         )
         if not len(active):
             self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
-            empty = torch.empty(count, 0, dtype=torch.float32)
+            empty = torch.empty(count, 0, dtype=torch.float32, device="cpu")
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
         step = self._step + group.token_ids.shape[1]
@@ -320,7 +320,7 @@ class Population(MemberReductions):
         counts = (ids >= 0).sum(1)
         if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
             raise ValueError("a continuation has a token after -1; -1 is for its end only")
-        logprobs = torch.zeros(ids.shape, dtype=torch.float32)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         members = np.flatnonzero(counts).tolist()
         contexts = [self._context(member) for member in members]
         texts = [
@@ -366,14 +366,15 @@ class Population(MemberReductions):
 
     def _draw_from(
         self,
-        rows: torch.Tensor,
+        rows: torch.Tensor | np.ndarray[Any, Any],
         settings: DrawSettings,
         seed: int | None,
         count: int | None = None,
     ) -> DrawnTokens:
         """Draw as `_draw` for the active members from log-probabilities of all members."""
         size, active = self._lm.vocabulary.size, settings.active
-        rows = torch.as_tensor(rows)
+        if not isinstance(rows, torch.Tensor):
+            rows = torch.as_tensor(rows, device="cpu")
         if rows.shape != (len(self), size):
             raise ValueError(
                 f"rows of shape {tuple(rows.shape)}; expected ({len(self)}, {size}), the "
@@ -388,6 +389,6 @@ class Population(MemberReductions):
             )
         numbers = uniforms(checked_seed(seed), active, self._step, count)
         columns = DrawColumns(settings.active_weights, numbers).compute(
-            rows, torch.from_numpy(active), torch.arange(len(active))
+            rows, torch.from_numpy(active), torch.arange(len(active), device="cpu")
         )
         return settings.draws_of_all(tuple(column.cpu() for column in columns))

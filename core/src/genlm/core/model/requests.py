@@ -127,7 +127,8 @@ class Requests:
     def reduce_no_rows(self, reduction: GroupReduction) -> tuple[torch.Tensor, ...]:
         """Return the columns of a reduction of no rows."""
         self.scheduler.check_open()
-        rows, indices = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
+        rows = torch.empty(0, self.vocab_size, dtype=torch.float32, device="cpu")
+        indices = torch.empty(0, dtype=torch.long, device="cpu")
         return reduction.compute(rows, indices, indices)
 
     def context_parts(

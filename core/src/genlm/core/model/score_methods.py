@@ -274,5 +274,6 @@ class ScoreMethods:
 def _combine_scores(windows: list[TokenScores]) -> TokenScores:
     """Combine the scores of the windows of a text; none if no token is scored."""
     if not windows:
-        return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
+        return TokenScores(empty, empty.bool())
     return TokenScores(*(torch.cat(parts) for parts in zip(*windows, strict=True)))

@@ -91,7 +91,7 @@ def batch_draw(
     if has_kernels(rows, weights):
         columns = draw_on_device(rows, uniforms, weights, row_of=row_of, sources=sources)
         drawn = DrawnTokens(*columns)
-        places = torch.arange(weights.count) if row_of is None else row_of
+        places = torch.arange(weights.count, device="cpu") if row_of is None else row_of
         places = places if sources is None else sources[places]
         logprobs = rows[moved(places, rows.device), drawn.token_ids.clamp(min=0)]
         return drawn._replace(logprobs=logprobs.masked_fill_(drawn.token_ids < 0, -_INF))
@@ -99,7 +99,7 @@ def batch_draw(
     def draw(part: RowPart) -> DrawnTokens:
         draws, part_rows = part.places, None
         if row_of is not None:
-            ends = torch.tensor([draws.start, draws.stop])
+            ends = torch.tensor([draws.start, draws.stop], device="cpu")
             draws = slice(*torch.searchsorted(row_of, ends).tolist())
             part_rows = moved(row_of[draws] - part.places.start, rows.device)
         return _draw_part(part, uniforms[draws], part_rows)

@@ -127,7 +127,7 @@ def scratch_memory(use: str, count: int, size: int) -> torch.Tensor:
     memory: torch.Tensor | None = getattr(_scratch, use, None)
     if memory is None or memory.numel() < count * size:
         with torch.inference_mode(False):  # later calls may be outside of it
-            memory = torch.empty(count * size, dtype=torch.float32)
+            memory = torch.empty(count * size, dtype=torch.float32, device="cpu")
         setattr(_scratch, use, memory)
     return memory[: count * size].view(count, size)
 

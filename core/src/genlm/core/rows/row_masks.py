@@ -147,7 +147,7 @@ class RowMasks:
     def places(self) -> torch.Tensor:
         """Place of each row's mask; equal places are equal masks. Shape `(count,)`, int64."""
         table, index = self._computed
-        return torch.arange(len(table.rows)) if index is None else index
+        return torch.arange(len(table.rows), device="cpu") if index is None else index
 
     @property
     def is_empty(self) -> npt.NDArray[np.bool_]:
@@ -169,7 +169,7 @@ class RowMasks:
             rows = table.on(device)
         else:
             rows = moved(table.rows[places.to(table.rows.device)], device)
-            places = torch.arange(len(places))
+            places = torch.arange(len(places), device="cpu")
         return rows, moved(places, device), table.is_packed
 
     def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
@@ -293,7 +293,7 @@ def _joined_table(
         for part in parts
     ]
     free = [
-        torch.zeros(len(part.rows), dtype=torch.bool)
+        torch.zeros(len(part.rows), dtype=torch.bool, device="cpu")
         if part.unrestricted is None
         else part.unrestricted
         for part in parts
@@ -313,7 +313,7 @@ def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAnd
     table, places = _table(masks, size)
     mask_count = len(table.rows) if places is None else len(places)
     if index is not None:
-        row_index = torch.as_tensor(index, dtype=torch.long).cpu()
+        row_index = torch.as_tensor(index, dtype=torch.long, device="cpu")
         _check_index(row_index, count, mask_count)
         places = row_index if places is None else places[row_index]
     elif mask_count not in {1, count}:
@@ -322,7 +322,7 @@ def _table_and_index(masks: Any, count: int, size: int, index: Any) -> _TableAnd
             f"an index with the mask of each row"
         )
     if len(table.rows) == 1:
-        places = torch.zeros(count, dtype=torch.long)
+        places = torch.zeros(count, dtype=torch.long, device="cpu")
     return table, places
 
 
@@ -343,8 +343,8 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
             packed.append(all_tokens if mask is None else Mask(mask, size).packed)
         return place
 
-    places = torch.tensor(map_batch(add, masks))
-    full = torch.tensor([bits is all_tokens for bits in packed])
+    places = torch.tensor(map_batch(add, masks), device="cpu")
+    full = torch.tensor([bits is all_tokens for bits in packed], device="cpu")
     table = _MaskTable(
         torch.from_numpy(np.stack(packed)),
         size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import textwrap
 import threading
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from documents import blocks
 
-from genlm import Capability, Token, Vocabulary, rows_from_logits
+from genlm import AsyncLM, Capability, Token, Vocabulary, rows_from_logits
 from genlm.plugin import BatchEngine, Completion, GroupValues, check_query
 from genlm.testing import Case, EngineTarget, all_checks, run_case
 
@@ -54,15 +53,15 @@ class Recurrent(BatchEngine):
 
     def __init__(self) -> None:
         self.vocabulary = vocabulary()
+        self.states: dict[object, torch.Tensor] = {}
+        self.prefilled = 0
 
     def evaluate(self, queries):
-        states = torch.stack([self.state_of(query) for query in queries])
-        return rows_from_logits(self.logits(states), self.vocabulary)
-
-    def state_of(self, query):
-        return self.prefill(query.token_ids)
+        states = [self.state_of(query.sequence, query.adapter) for query in queries]
+        return rows_from_logits(self.logits(torch.stack(states)), self.vocabulary)
 
     def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+        self.prefilled += len(token_ids)
         return logits_of(token_ids)
 
     def extend(self, state: torch.Tensor, token_id: int) -> torch.Tensor:
@@ -75,26 +74,19 @@ class Recurrent(BatchEngine):
         return states
 
 
-class RecurrentCache(Recurrent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: dict[object, torch.Tensor] = {}
+def with_contexts() -> type[Recurrent]:
+    state_of = members(snippet("prefix_key"))["state_of"]
+    return type("WithContexts", (Recurrent,), {"state_of": state_of})
 
 
-def with_contexts() -> type[BatchEngine]:
-    source = "def state_of(self, query):\n" + textwrap.indent(snippet("prefix_key"), "    ")
-    state_of = members(source + "    return state\n")["state_of"]
-    return type("WithContexts", (RecurrentCache,), {"state_of": state_of})
-
-
-def with_generations() -> type[BatchEngine]:
+def with_generations() -> type[Recurrent]:
     defined = members(snippet("generation.root"), np=np, torch=torch, GroupValues=GroupValues)
-    methods = {name: defined[name] for name in ("evaluate_groups", "states")}
-    return type("WithGenerations", (Recurrent,), methods)
+    methods = {name: defined[name] for name in ("evaluate_groups", "group_states")}
+    return type("WithGenerations", (with_contexts(),), methods)
 
 
 class Server:
-    """A server whose thread returns the logits of the queries that have arrived."""
+    """A server whose thread returns the logits of each query when they are computed."""
 
     def __init__(self, model: str) -> None:
         self.vocabulary = vocabulary()
@@ -115,12 +107,8 @@ class Server:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            arrived = [request]
-            while not self._requests.empty():
-                arrived.append(self._requests.get())
-            self.results.put([(i, logits_of(ids)) for i, ids in filter(None, arrived)])
-            if None in arrived:
-                return
+            query_id, token_ids = request
+            self.results.put([(query_id, logits_of(token_ids))])
 
 
 def with_a_loop() -> type:
@@ -146,3 +134,18 @@ def test_an_engine_of_the_tutorial_passes_every_check(name: str) -> None:
     target = EngineTarget(model=name, build=ENGINES[name](), oracle=oracle, max_length=8)
     outcomes = [run_case(Case(check, target)) for check in all_checks("engine")]
     assert not [each for each in outcomes if each.status == "failed"]
+
+
+@pytest.mark.parametrize("name", ["contexts", "generations"])
+def test_an_engine_of_the_tutorial_scores_a_text_in_one_prefill_and_one_step_a_token(
+    name: str,
+) -> None:
+    engines: list[Recurrent] = []
+
+    def build() -> Recurrent:
+        engines.append(ENGINES[name]()())
+        return engines[0]
+
+    with AsyncLM(build) as llm:
+        llm.score_sync([0, 1, 2, 3, 4, 5] * 50)
+    assert engines[0].prefilled == 1

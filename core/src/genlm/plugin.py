@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.group_sampling import SamplingRun as SamplingRun
     from genlm.core.engine.group_turns import GroupTurns as GroupTurns
     from genlm.core.engine.group_turns import oldest_first as oldest_first
+    from genlm.core.engine.halving import UnfinishedError as UnfinishedError
     from genlm.core.engine.query_queue import Turns as Turns
     from genlm.core.model.leases import ContextLease as ContextLease
     from genlm.core.model.loading import check_options as check_options

@@ -90,7 +90,8 @@ class BatchEngine(abc.ABC):
             Natural-log probabilities, shape `(len(queries), vocabulary.size)`, float32,
             normalised, row i for query i (`genlm.rows_from_logits` computes them from logits).
             Or `GroupValues` of the logits: the core then computes rows in the memory of their
-            callers, and draws without rows. The engine may reuse the memory in its next step.
+            callers, and draws without rows. In both cases, the engine may reuse the memory in
+            its next step.
 
         Raises:
             UnfinishedError: Only a part of a query, which was chosen alone, was computed. It

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,15 @@ def test_two_ranks_give_the_rows_of_one(engine: Any, tiny: Any) -> None:
     for name in (None, "red", "blue"):
         assert largest_error(tiny, rows(engine, sequences, name), sequences, name) <= 1e-4
     assert engine.statistics()["processes"] == "own"
+
+
+def test_interrupts_do_not_end_the_workers(engine: Any, tiny: Any) -> None:
+    workers = [handle.proc for handle in engine.llm_engine.model_executor.workers]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGINT)
+    sequences = prompts(20, 5)
+    assert largest_error(tiny, rows(engine, sequences), sequences) <= 1e-4
+    assert [worker.exitcode for worker in workers] == [None, None]
 
 
 def test_rows_belong_to_the_caller(engine: Any, tiny: Any) -> None:

@@ -132,6 +132,16 @@ def _exit() -> None:
     os._exit(0)
 
 
+def ignore_interrupts() -> None:
+    """Make a process of `multiprocessing` ignore SIGINT, by which vLLM's workers end.
+
+    Terminals and notebooks send it to all processes of a group, also when the user only
+    interrupts a call of the client.
+    """
+    if multiprocessing.parent_process() is not None:  # otherwise Ray's worker
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def without_frames(error: Exception) -> Exception:
     """Remove the traceback of an error, whose frames would keep tensors alive."""
     error.__context__ = None

@@ -29,7 +29,13 @@ from genlm.plugin import (
 from genlm_vllm.cpu_packing import packing_again
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
-from genlm_vllm.processes import TRANSPORT, ExecutorError, record_failures, skip_finalization
+from genlm_vllm.processes import (
+    TRANSPORT,
+    ExecutorError,
+    ignore_interrupts,
+    record_failures,
+    skip_finalization,
+)
 from genlm_vllm.row_sampler import replace_sampler
 from genlm_vllm.scores import ScoreStore, start_scores
 from genlm_vllm.worker_rows import WorkerRows
@@ -142,6 +148,8 @@ class RowWorker:
             get_tensor_model_parallel_world_size,
         )
 
+        if sends_results:
+            ignore_interrupts()
         if not get_pp_group().is_last_rank:
             return True
         scores = ScoreStore(

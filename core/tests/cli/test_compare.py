@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from genlm.testing.comparison import contexts_of, differences
 
 ENGINES = '''
 import os
+import threading
 from genlm import ModelLoadError, Token, Vocabulary
 from genlm.core.reference.engine import ReferenceEngine
 
@@ -68,6 +72,10 @@ class Short(ReferenceEngine):
 def crash(*args):
     os._exit(3)
 
+def wait(path, **options):
+    with open(path, "wb"):
+        threading.Event().wait()
+
 def refuse(*args):
     raise ModelLoadError("no kernel for this model")
 '''
@@ -85,6 +93,7 @@ TARGETS = {
     "printing": "Printing",
     "abstract": "Abstract",
     "crash": "crash",
+    "wait": "wait",
     "refuse": "refuse",
 }
 
@@ -154,6 +163,21 @@ def test_an_engine_that_ends_its_process_is_told_and_the_others_go_on(folder: st
     assert outcomes["crash"]["reason"] == "its process ended with exit code 3"
     assert outcomes["printing"]["status"] == "reference"
     assert outcomes["printing"]["figures"]["peak_memory_bytes"] > 2**20
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
+def test_an_engine_ends_with_the_command(folder: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = "from genlm.cli import main; main()"
+    arguments = "compare", str(pipe), "--backends", "wait,same"
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": folder})
+    with process, pipe.open("rb") as reader:  # waits for the engine
+        process.terminate()
+        process.wait()
+        ended, _, _ = select.select([reader], [], [], 60)
+    assert ended
 
 
 def test_engines_that_differ_or_fail_are_told_and_the_others_go_on(folder: str) -> None:

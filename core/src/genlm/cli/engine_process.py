@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,16 @@ def compute_in_process(request: Request, timeout: float | None) -> EngineRows | 
 
 def _send_rows(sender: Connection, request: Request) -> None:
     os.dup2(2, 1)  # programs read the standard output of the command
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     sender.send(compute_here(request))
+
+
+def _exit_with_parent() -> None:
+    """End this process when the command ends, for example by SIGTERM."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # noqa: S101 - our own mistake
+    parent.join()
+    os._exit(1)
 
 
 def compute_here(request: Request) -> EngineRows | str:

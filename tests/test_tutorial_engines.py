@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 import torch
 from documents import blocks
 
-from genlm import AsyncLM, Capability, Token, Vocabulary, rows_from_logits
+from genlm import AsyncLM, Capability, Token, Vocabulary, prefix, rows_from_logits
 from genlm.plugin import BatchEngine, Completion, GroupValues, check_query
 from genlm.testing import Case, EngineTarget, all_checks, run_case
 
@@ -111,6 +112,57 @@ class Server:
             self.results.put([(query_id, logits_of(token_ids))])
 
 
+class Decoder(torch.nn.Module):
+    """The model of the block about keys and values, in float32: two layers, one head."""
+
+    layers, width = 2, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = np.random.default_rng(1)
+
+        def weights(*shape: int) -> torch.Tensor:
+            return torch.from_numpy(draws.normal(scale=0.5, size=shape)).float()
+
+        self.embeddings = weights(SIZE, self.width)
+        self.projections = weights(self.layers, self.width, 3 * self.width)
+        self.output = weights(self.width, SIZE)
+
+    def forward(self, ids, positions, attend):
+        hidden = self.embeddings[ids] + (positions[..., None] / torch.arange(1, 9)).sin()
+        for layer, projection in enumerate(self.projections):
+            hidden = hidden + attend(layer, *(hidden @ projection).chunk(3, dim=-1))
+        return hidden
+
+    def head(self, hidden):
+        return hidden @ self.output
+
+
+def with_slots() -> type[BatchEngine]:
+    names = {
+        **{name: getattr(prefix, name) for name in prefix.__all__},
+        "load": lambda _: (Decoder(), vocabulary()),
+        "logging": logging,
+        "np": np,
+        "pad_sequence": torch.nn.utils.rnn.pad_sequence,
+        "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+        "torch": torch,
+    }
+    return members(snippet("class DecoderEngine"), **names)["DecoderEngine"]
+
+
+def decoder_oracle(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+    """One sequence at a time, with attention in float64."""
+
+    def attend(layer, queries, keys, values):
+        scores = (queries @ keys.T).double() / Decoder.width**0.5
+        is_later = torch.ones(scores.shape, dtype=torch.bool).triu(1)
+        return (scores.masked_fill(is_later, -torch.inf).softmax(-1) @ values.double()).float()
+
+    model, ids = Decoder(), torch.tensor(token_ids)
+    return model.head(model(ids, torch.arange(len(ids)), attend)[-1]).log_softmax(-1)
+
+
 def with_a_loop() -> type:
     names = {
         "Capability": Capability,
@@ -126,12 +178,21 @@ ENGINES = {
     "contexts": with_contexts,
     "generations": with_generations,
     "loop": lambda: lambda: with_a_loop()("model"),
+    "slots": lambda: lambda **options: with_slots()("model", **options),
 }
+ORACLES = {"slots": decoder_oracle}
+TIGHT = {"slots": [{"kv_budget_bytes": 4 * 128}, {"kv_budget_bytes": 16 * 128}]}
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_of_the_tutorial_passes_every_check(name: str) -> None:
-    target = EngineTarget(model=name, build=ENGINES[name](), oracle=oracle, max_length=8)
+    target = EngineTarget(
+        model=name,
+        build=ENGINES[name](),
+        oracle=ORACLES.get(name, oracle),
+        max_length=8,
+        tight_options=TIGHT.get(name, ()),
+    )
     outcomes = [run_case(Case(check, target)) for check in all_checks("engine")]
     assert not [each for each in outcomes if each.status == "failed"]
 
@@ -149,3 +210,9 @@ def test_an_engine_of_the_tutorial_scores_a_text_in_one_prefill_and_one_step_a_t
     with AsyncLM(build) as llm:
         llm.score_sync([0, 1, 2, 3, 4, 5] * 50)
     assert engines[0].prefilled == 1
+
+
+def test_the_engine_of_the_tutorial_with_slots_passes_its_self_test() -> None:
+    engine = with_slots()("model")
+    assert engine.statistics()["execution_path_reason"] == "the fastest"
+    assert engine.capabilities == {Capability.PREFIX_CACHE, Capability.SCORE}

@@ -185,6 +185,17 @@ def test_a_model_without_adapters_says_why() -> None:
         engine.add_adapter("red", "folder")
 
 
+def test_an_engine_without_adapters_refuses_them() -> None:
+    engine = Engine()
+    engine.serve(engine._choice, embedding_rows=SIZE - 1)
+    assert engine.capabilities == {Capability.PREFIX_CACHE, Capability.SCORE}
+    assert engine.adapters == ()
+    with pytest.raises(UnsupportedCapabilityError, match="toy has no adapters"):
+        engine.add_adapter("red", "folder")
+    with pytest.raises(UnknownAdapterError):
+        engine.submit(Query(0, (1,), "red"))
+
+
 def test_statistics_outlive_the_engine() -> None:
     engine = Engine()
     engine.evaluate([Query(0, (1, 2))])

@@ -5,11 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from genlm.core.base.errors import UnsupportedCapabilityError
+from genlm.core.base.errors import (
+    AdapterError,
+    UnknownAdapterError,
+    UnsupportedCapabilityError,
+)
 from genlm.core.base.statistics import Count
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
@@ -33,6 +38,16 @@ class ModelAdapters(AdapterTable[T]):
     @abc.abstractmethod
     def activate(self, name: str) -> AbstractContextManager[None]:
         """Apply one adapter in forward passes within the context."""
+
+
+class _NoAdapters(ModelAdapters[Any]):
+    """The empty table of an engine without adapters."""
+
+    def _load(self, name: str, path: Path) -> Any:
+        raise AdapterError(f"adapter {name!r} in {path}: the engine has no adapters")
+
+    def activate(self, name: str) -> AbstractContextManager[None]:
+        raise UnknownAdapterError(name, ())
 
 
 class PrefixEngine(BatchEngine):
@@ -60,7 +75,7 @@ class PrefixEngine(BatchEngine):
     def serve(
         self,
         choice: PathChoice,
-        adapters: ModelAdapters[Any],
+        adapters: ModelAdapters[Any] | None = None,
         *,
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,
@@ -70,19 +85,21 @@ class PrefixEngine(BatchEngine):
 
         Args:
             choice: Execution path that computes the rows.
-            adapters: Adapters of the model.
+            adapters: Adapters of the model; None for an engine without `Capability.LORA`.
             embedding_rows: Number of ids that the model can embed.
             hints: Advice for each capability that the model lacks.
             load_weights: Function that copies new weights into the model; it raises an error
                 of `update_weights`. None if the engine cannot replace weights.
         """
-        self._choice, self._adapters = choice, adapters
+        self._choice, self._adapters = choice, adapters or _NoAdapters()
         # By id of a query or group of which steps have computed a part: the key of the sequence
         # that they compute, and its passes.
         self._unfinished: dict[int, tuple[bytes, Generator[Any, None, None]]] = {}
         self._load_weights = load_weights
         self._embedding_rows = embedding_rows
         hints = dict(hints or {})
+        if adapters is None:
+            hints.setdefault(Capability.LORA, f"{self.backend} has no adapters")
         if self._cache is None:
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints

@@ -326,7 +326,7 @@ def test_options_that_contradict_each_other_are_refused(lm):
     with pytest.raises(ValueError, match="neither a beginning-of-text nor an end-of-text"):
         GenlmLM(lm.llm, tokenizer=nameless)
     assert GenlmLM(lm.llm, tokenizer=nameless, prefix_token_id=5).prefix_token_id == 5
-    with pytest.raises(TypeError, match="has no batch_decode, bos_token_id"):
+    with pytest.raises(TypeError, match="has no bos_token_id"):
         GenlmLM(lm.llm, tokenizer=lm.tokenizer.backend_tokenizer)
 
 

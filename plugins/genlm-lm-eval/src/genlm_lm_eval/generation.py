@@ -1,15 +1,12 @@
-"""Generation of many continuations token by token, with a stop condition per continuation."""
+"""`GenerationOptions`: the generation arguments of the harness."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-
-if TYPE_CHECKING:
-    from genlm import AsyncLM, Context
 
 # Options of transformers' `generate` that tasks set to their neutral values.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -22,10 +19,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (True, False),
 }
 
-_LOOKBACK_TOKENS = 2
-"""Number of tokens that are searched for a stop text in addition to its usual encoding, since a
-text has several encodings; as in the harness's model `hf`."""
-
 
 @dataclass(frozen=True)
 class GenerationOptions:
@@ -34,8 +27,7 @@ class GenerationOptions:
     Attributes:
         until: Stop texts; the continuation ends before the first one.
         max_tokens: Maximum number of generated ids.
-        sampling: Temperature and limits of the draws, by the names of `AsyncLM.batch_draw`;
-            equal for all continuations of `continue_all`.
+        sampling: Temperature and limits of the draws, by the names of `AsyncLM.batch_sample`.
     """
 
     until: tuple[str, ...]
@@ -82,89 +74,3 @@ class GenerationOptions:
             max_tokens=limit,
             sampling={"temperature": temperature if draws else 0.0, **limits},
         )
-
-
-@dataclass(eq=False)
-class Continuation:
-    """A prompt and the ids generated after it.
-
-    Attributes:
-        place: Index of the request in the call of the harness.
-        context: Prompt and generated ids.
-        options: Generation options of the request.
-        seed: Random seed of its draws.
-        lookback: Number of last ids whose text is searched for stop texts.
-        token_ids: The generated ids.
-    """
-
-    place: int
-    context: Context
-    options: GenerationOptions
-    seed: int
-    lookback: int
-    token_ids: list[int] = field(default_factory=list)
-
-    def add(self, token_id: int) -> None:
-        """Append a drawn token."""
-        self.token_ids.append(token_id)
-        self.context = self.context.extend(token_id)
-
-
-def lookback_tokens(tokenizer: Any, until: Sequence[str]) -> int:
-    """Return the number of last tokens that can contain the end of a stop text."""
-    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in until]
-    return max(lengths, default=0) + _LOOKBACK_TOKENS
-
-
-def continue_all(
-    llm: AsyncLM,
-    tokenizer: Any,
-    continuations: Sequence[Continuation],
-    ending: frozenset[int],
-    *,
-    at_once: int,
-) -> Iterator[Continuation]:
-    """Generate continuations with equal sampling options.
-
-    Each step draws one token for every unfinished continuation in one call. The next waiting
-    continuation replaces a finished one in the following step.
-
-    Args:
-        llm: The model.
-        tokenizer: Decodes ids, to find stop texts.
-        continuations: Continuations without generated ids.
-        ending: Ids that end a continuation and are included in it.
-        at_once: Maximum number of concurrent continuations.
-
-    Yields:
-        Each continuation when it is finished.
-    """
-    waiting = list(reversed(continuations))
-    active: list[Continuation] = []
-    while waiting or active:
-        while waiting and len(active) < at_once:
-            active.append(waiting.pop())
-        drawn = llm.batch_draw_sync(
-            [continuation.context for continuation in active],
-            **active[0].options.sampling,
-            seed=[continuation.seed for continuation in active],
-        )
-        for continuation, token in zip(active, drawn, strict=True):
-            continuation.add(token.token_id)
-        tails = tokenizer.batch_decode([c.token_ids[-c.lookback :] for c in active])
-        unfinished = []
-        for continuation, tail in zip(active, tails, strict=True):
-            if _is_finished(continuation, tail, ending):
-                yield continuation
-            else:
-                unfinished.append(continuation)
-        active = unfinished
-
-
-def _is_finished(continuation: Continuation, tail: str, ending: frozenset[int]) -> bool:
-    ids, options = continuation.token_ids, continuation.options
-    return (
-        len(ids) >= options.max_tokens
-        or ids[-1] in ending
-        or any(text in tail for text in options.until)
-    )

@@ -20,12 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import genlm
-from genlm_lm_eval.generation import (
-    Continuation,
-    GenerationOptions,
-    continue_all,
-    lookback_tokens,
-)
+from genlm_lm_eval.generation import GenerationOptions
 from genlm_lm_eval.tokens import ending_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -334,31 +329,29 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         Raises:
             ValueError: A generation argument is unsupported, or leaves no tokens for a context.
         """
-        pending = [
-            self._continuation(place, *request.args) for place, request in enumerate(requests)
-        ]
-        pending.sort(key=lambda continuation: repr(continuation.options.sampling))
+        prompts = [self._prompt(*request.args) for request in requests]
         texts = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for place, (_, options) in enumerate(prompts):
+            groups.setdefault(repr(options), []).append(place)
         with self._bar(len(requests), "Running generate_until requests", disable_tqdm) as bar:
-            for _, group in itertools.groupby(
-                pending, lambda continuation: continuation.options.sampling
-            ):
-                for done in continue_all(
-                    self.llm,
-                    self.tokenizer,
-                    list(group),
-                    self._ending,
-                    at_once=self.texts_at_once,
-                ):
-                    text = texts[done.place] = self._text(done)
-                    key = requests[done.place].args
-                    self.cache_hook.add_partial("generate_until", key, text)
-                    bar.update()
+            for group in groups.values():
+                for begin in range(0, len(group), self.texts_at_once):
+                    places = group[begin : begin + self.texts_at_once]
+                    _, options = prompts[places[0]]
+                    contexts = [prompts[place][0] for place in places]
+                    continuations = self._continue(contexts, options)
+                    for place, text in zip(places, continuations, strict=True):
+                        texts[place] = text
+                        key = requests[place].args
+                        self.cache_hook.add_partial("generate_until", key, text)
+                    bar.update(len(places))
         return texts
 
-    def _continuation(
-        self, place: int, text: str, gen_kwargs: Mapping[str, Any]
-    ) -> Continuation:
+    def _prompt(
+        self, text: str, gen_kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], GenerationOptions]:
+        """Return the ids of a context, with room for its continuation, and the options."""
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         options = GenerationOptions.of(gen_kwargs, max_tokens=self.max_gen_toks, eos=eos)
         room = self.max_length - options.max_tokens
@@ -374,24 +367,33 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             _logger.warning(
                 "a context of %d tokens is truncated to its last %d", len(ids), room
             )
-        # From the generator that the harness seeds, so that runs are reproducible.
-        seed = int(torch.randint(2**62, ()).item()) if options.sampling["temperature"] else 0
-        return Continuation(
-            place=place,
-            context=self.llm.context(ids[-room:]),
-            options=options,
-            seed=seed,
-            lookback=lookback_tokens(self.tokenizer, options.until),
-        )
+        return ids[-room:], options
 
-    def _text(self, done: Continuation) -> str:
-        ids, end = done.token_ids, self.think_end_token
+    def _continue(self, contexts: list[list[int]], options: GenerationOptions) -> list[str]:
+        """Return the continuations of contexts with the same options."""
+        # `_text` searches for the others: `hf` also returns the text of the id that ends a
+        # continuation, and does not see a first space that the tokenizer does not decode.
+        stop_ids = [token_id for token_id in self._ending if not self.tok_decode([token_id])]
+        stop_texts = [text for text in options.until if not text.startswith(" ")]
+        continuations = self.llm.batch_sample_sync(
+            contexts,
+            options.max_tokens,
+            stop=[*stop_ids, *stop_texts],
+            seed=int(torch.randint(2**62, ())),  # from the generator that the harness seeds
+            **options.sampling,
+        )
+        return [self._text(ids, options.until) for ids in continuations]
+
+    def _text(self, ids: list[int], until: Sequence[str]) -> str:
+        """Return the text of generated ids after the reasoning and before the stop texts."""
+        ends = (place + 1 for place, token_id in enumerate(ids) if token_id in self._ending)
+        ids, end = ids[: next(ends, None)], self.think_end_token
         if isinstance(end, int) and end in ids:
             ids = ids[len(ids) - ids[::-1].index(end) :]
         text = self.tok_decode(ids)
         text = text.lstrip() if isinstance(end, int) else text
         answer: str = postprocess_generated_text(
-            text, list(done.options.until), end if isinstance(end, str) else None
+            text, list(until), end if isinstance(end, str) else None
         )
         return answer
 

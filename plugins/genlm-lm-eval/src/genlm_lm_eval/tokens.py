@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-_NEEDED = ("encode", "decode", "batch_decode", "bos_token_id", "eos_token_id", "name_or_path")
+_NEEDED = ("encode", "decode", "bos_token_id", "eos_token_id", "name_or_path")
 
 
 def load_tokenizer(

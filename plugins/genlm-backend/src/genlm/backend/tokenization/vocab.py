@@ -42,7 +42,10 @@ def decode_vocab(
     Raises:
         ValueError: The fallback is unknown, or the exact bytes are (`VocabularyError`).
     """
-    _check(byte2str_fallback)
+    if byte2str_fallback not in _FALLBACKS:
+        raise ValueError(
+            f"byte2str_fallback={byte2str_fallback!r}: expected one of {', '.join(_FALLBACKS)}"
+        )
     try:
         tokens, _ = genlm.decode_vocab(tokenizer)
     except genlm.VocabularyError as error:
@@ -57,12 +60,7 @@ def decode_vocab(
 def bytes_to_strs(
     tokenizer: Any, byte_vocab: Sequence[bytes], byte2str_fallback: str
 ) -> list[str]:
-    """Return the string of each token; see `decode_vocab`.
-
-    Raises:
-        ValueError: The fallback is unknown.
-    """
-    _check(byte2str_fallback)
+    """Return the string of each token; see `decode_vocab`."""
     strings = []
     for token_id, token in enumerate(byte_vocab):
         try:
@@ -70,10 +68,3 @@ def bytes_to_strs(
         except UnicodeDecodeError:
             strings.append(_FALLBACKS[byte2str_fallback](tokenizer, token_id, token))
     return strings
-
-
-def _check(fallback: str) -> None:
-    if fallback not in _FALLBACKS:
-        raise ValueError(
-            f"byte2str_fallback={fallback!r}: expected one of {', '.join(_FALLBACKS)}"
-        )

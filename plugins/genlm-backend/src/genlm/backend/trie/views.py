@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,7 +19,6 @@ import genlm
 __all__ = ["NodeMapping", "NodeSequence", "TrieViews"]
 
 T = TypeVar("T")
-ViewT = TypeVar("ViewT")
 
 _FIRST_OBJECT = 256
 """Code of the first of `symbol_objects`; lower codes are bytes."""
@@ -76,7 +76,7 @@ class NodeMapping(Mapping[int, T], Generic[T]):
 class TrieViews(genlm.TokenCharacterTrie):
     """A token trie with the published mappings, whose values callers must not change."""
 
-    @property
+    @cached_property
     def children(self) -> NodeSequence[dict[Any, int]]:
         """The children of every node by edge.
 
@@ -84,7 +84,7 @@ class TrieViews(genlm.TokenCharacterTrie):
         Edges are in the order of the first token below them in `decode`, as published, so that
         seeded programs that draw an edge draw the same one.
         """
-        return self._view("children", lambda: NodeSequence(len(self), self._edge_reader()))
+        return NodeSequence(len(self), self._edge_reader())
 
     def leaf_label(self, leaf: int) -> Hashable:
         """Return the label of the edge to a leaf in `children`, unique below one parent.
@@ -94,31 +94,25 @@ class TrieViews(genlm.TokenCharacterTrie):
         """
         return leaf
 
-    @property
+    @cached_property
     def jump(self) -> NodeSequence[npt.NDArray[np.int32]]:
         """The children of every node, leaves included, as sorted arrays."""
-        return self._view("jump", lambda: NodeSequence(len(self), self._sorted_children))
+        return NodeSequence(len(self), self._sorted_children)
 
-    @property
+    @cached_property
     def node2prefix(self) -> NodeMapping[list[Any]]:
         """The symbols from the root to every node."""
-        return self._view(
-            "node2prefix", lambda: NodeMapping(NodeSequence(len(self), self.prefix_of))
-        )
+        return NodeMapping(NodeSequence(len(self), self.prefix_of))
 
-    @property
+    @cached_property
     def word2leaf(self) -> dict[Hashable, int]:
         """The leaf of every item: tokens by `(bytes, token id)`, other items by themselves."""
-        return self._view(
-            "word2leaf", lambda: {_word(item): leaf for leaf, item in enumerate(self.decode)}
-        )
+        return {_word(item): leaf for leaf, item in enumerate(self.decode)}
 
-    @property
+    @cached_property
     def leaf2word(self) -> dict[int, Hashable]:
         """The inverse of `word2leaf`."""
-        return self._view(
-            "leaf2word", lambda: {leaf: word for word, leaf in self.word2leaf.items()}
-        )
+        return {leaf: word for word, leaf in self.word2leaf.items()}
 
     @property
     def idx_to_leaf(self) -> npt.NDArray[np.int32]:
@@ -131,15 +125,13 @@ class TrieViews(genlm.TokenCharacterTrie):
         """All nodes except leaves, children before parents."""
         return np.arange(self.layout.n_tokens, self.layout.n_nodes, dtype=np.int32)
 
-    def _view(self, name: str, compute: Callable[[], ViewT]) -> ViewT:
-        """Return a mapping, which is computed on first use."""
-        views: dict[str, Any] = self.__dict__.setdefault("_views", {})
-        view: ViewT = views[name] if name in views else views.setdefault(name, compute())
-        return view
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the mappings, whose functions cannot be pickled."""
-        return {name: value for name, value in vars(self).items() if name != "_views"}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not isinstance(getattr(TrieViews, name, None), cached_property)
+        }
 
     def _sorted_children(self, node: int) -> npt.NDArray[np.int32]:
         if self.is_leaf(node):

@@ -43,6 +43,9 @@ BACKENDS = """
     def bare(model):
         return Strict(model)
 
+    def forgetful(model):
+        Strict(model)
+
     class Homely(Strict):
         option_homes = {"load_in_": "bits_opts", "device_map": "lib_opts", "": "lib_opts"}
 
@@ -92,10 +95,13 @@ BACKENDS = """
 
     @hookimpl
     def genlm_backends():
-        for name in "Strict tolerant bare failing interrupted Faulty Homely".split():
+        for name in "Strict tolerant bare forgetful failing interrupted Faulty Homely".split():
             yield BackendSpec(name.lower(), "engine", f"loading_backends:{name}")
 """
-NAMES = ("strict", "tolerant", "bare", "failing", "interrupted", "faulty", "homely")
+NAMES = (
+    *("strict", "tolerant", "bare", "forgetful", "failing", "interrupted", "faulty"),
+    "homely",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -278,6 +284,12 @@ def test_what_the_engine_raises_reaches_the_caller_and_leaves_no_thread() -> Non
 def test_an_interrupted_construction_reaches_the_caller_and_leaves_no_thread() -> None:
     with pytest.raises(KeyboardInterrupt):
         load_model("a-model", "interrupted")
+    assert_no_thread_is_left()
+
+
+def test_a_function_that_returns_no_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match="returned None, which is not an engine"):
+        load_model("a-model", "forgetful")
     assert_no_thread_is_left()
 
 

@@ -121,7 +121,8 @@ def checked_engine(engine: Engine) -> Engine:
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
-            f"build_engine returned {engine!r}, which is not an engine: it lacks "
+            f"the function that builds the engine returned {engine!r}, which is not an engine: "
+            f"it lacks "
             f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
         )
     return engine

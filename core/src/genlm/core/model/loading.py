@@ -11,7 +11,7 @@ from typing import Any
 from genlm.core.base.errors import ModelLoadError, TokenIdError, describe_error
 from genlm.core.base.progress import loading_stage
 from genlm.core.base.validation import is_model_object
-from genlm.core.engine.engine import Engine
+from genlm.core.engine.engine import Engine, checked_engine
 from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.queries.query import Query, Reduced
 from genlm.core.rows.logits import invalid_rows
@@ -46,7 +46,9 @@ def engine_builder(
     if is_model_object(model):
         build = _model_object_builder(build, info.name, model, options)
     check_options(build, info.name, options, common_options)
-    return info.name, lambda: with_first_row(build(model, **options), info.name, model)
+    return info.name, lambda: with_first_row(
+        checked_engine(build(model, **options)), info.name, model
+    )
 
 
 def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
@@ -90,7 +92,10 @@ def _step_until_complete(engine: Engine) -> Any:
                     raise completion.error
                 result = completion.result
                 return result.values[0] if isinstance(result, Reduced) else result
-    raise RuntimeError(f"no row after {_MAX_STEPS} steps of the engine")
+    raise RuntimeError(
+        f"no row after {_MAX_STEPS} steps of the engine; a step must wait for results that "
+        f"others compute"
+    )
 
 
 def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:

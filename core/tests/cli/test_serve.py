@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from genlm import UnknownBackendError, get_backend
+from genlm import ModelLoadError, UnknownBackendError, get_backend
 from genlm.cli import app
 from genlm.core.plugins import lookup
 from genlm.core.plugins.registry import Registry
@@ -159,6 +159,16 @@ def test_a_name_that_cannot_be_served_is_an_invalid_argument(
     done = run("--name", "a/b", "--local")
     assert done.exit_code == 2
     assert "expected a name without '/'" in done.output
+
+
+def test_a_model_that_cannot_be_loaded_is_no_invalid_argument(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelLoadError("other programs still use the resources")
+
+    monkeypatch.setattr(server, "serve", refuse)
+    assert isinstance(run("--name", "a").exception, ModelLoadError)  # `main` returns 1
 
 
 def test_the_plugin_that_serves_is_named_when_it_is_missing(

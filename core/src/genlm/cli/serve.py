@@ -17,6 +17,7 @@ from rich.table import Table
 
 from genlm.cli.arguments import backends, bad_value, checked_options
 from genlm.cli.output import output_console, print_json
+from genlm.core.base.errors import GenlmError
 from genlm.core.plugins.lookup import get_backend
 
 _SERVER = "ray"
@@ -94,6 +95,8 @@ def serve(
                 resources=replica_resources,
                 address=address,
             )
+        except GenlmError:  # not an argument, such as a cluster that is in use
+            raise
         except ValueError as error:  # of the name or the resources
             raise typer.BadParameter(str(error)) from error
     if as_json:

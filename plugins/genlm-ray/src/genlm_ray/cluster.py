@@ -118,7 +118,7 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
                 continue
             action = "start a Ray cluster" if starts else f"join the Ray cluster at {target!r}"
             # The text of the cause of a `ConnectionError` ends with the first error.
-            reason = describe_error(error.__cause__ or error).splitlines()[-1]
+            reason = describe_error(error.__cause__ or error).splitlines()[-1].rstrip(".")
             raise ModelLoadError(
                 f"cannot {action}: {reason}. `ray start --head` starts "
                 f"a cluster on this machine; address='host:port' joins another one"

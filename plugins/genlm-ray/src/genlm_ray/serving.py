@@ -54,7 +54,8 @@ def serve(
     if _is_taken(name):
         raise ModelLoadError(
             f"this cluster already serves {name!r}, or its replicas have died and are not "
-            f"removed; choose another name, or end it: genlm serve --stop --name {name}"
+            f"removed; choose another name, or end it with the same --local or --address: "
+            f"genlm serve --stop --name {name}"
         )
     defaults: dict[str, Any] = {"replicas": 1, "max_restarts": -1, "limits": ServingLimits()}
     spec = ReplicaSpec(engine, model, name=name, **(defaults | options))

@@ -88,7 +88,7 @@ def test_each_segment_is_in_one_batch_that_keeps_the_limits(
     for earlier, later in itertools.pairwise(batches):
         assert not is_one_batch([*earlier, later[0]])
     for members in batches:
-        batch = PassLayout.of_segments(members, pad_id=0)
+        batch = PassLayout.of_segments(members)
         padding = batch.tokens.size - sum(len(member.tokens) for member in members)
         assert batch.tokens.size <= 200
         assert batch.reads.shape[1] <= 100
@@ -124,7 +124,7 @@ def test_long_pasts_are_not_gathered_for_short_ones() -> None:
 @given(st.lists(shapes, min_size=1, max_size=8))
 def test_a_batch_reads_each_past_and_writes_each_token(wanted: list[tuple[int, int]]) -> None:
     members = [segment(*shape) for shape in wanted]
-    batch = PassLayout.of_segments(members, pad_id=0)
+    batch = PassLayout.of_segments(members)
     for row, member in enumerate(members):
         count = len(member.tokens)
         read = batch.reads[row][batch.is_token[row]]

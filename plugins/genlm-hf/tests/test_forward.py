@@ -18,7 +18,7 @@ from .tiny import WIDTH, alone, answers, ids_of_lengths
 
 def next_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """The logits after the last token of each sequence."""
-    served: Any = SimpleNamespace(model=model, device=torch.device("cpu"), pad_id=0)
+    served: Any = SimpleNamespace(model=model, device=torch.device("cpu"))
     last = [len(ids) - 1 for ids in sequences]
 
     def select(states: torch.Tensor) -> torch.Tensor:

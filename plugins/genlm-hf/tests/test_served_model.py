@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from genlm.plugin import context_window
-from genlm_hf.served_model import embedding_rows, input_device, padding_id
+from genlm_hf.served_model import embedding_rows, input_device
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -89,14 +89,6 @@ def test_the_longest_context_that_is_admitted_can_be_computed(
     assert abs(float(row.logsumexp(0))) <= 1e-4
 
 
-def test_embedding_rows_device_and_padding_come_from_the_model(llama: Any) -> None:
+def test_embedding_rows_and_device_come_from_the_model(llama: Any) -> None:
     assert embedding_rows(llama) == 320
     assert input_device(llama) == torch.device("cpu")
-    assert padding_id(llama.config, 320) == 0
-
-
-@pytest.mark.parametrize(("pad_token_id", "expected"), [(None, 0), (-1, 0), (320, 0), (5, 5)])
-def test_padding_always_has_an_embedding(pad_token_id: int | None, expected: int) -> None:
-    config = transformers.LlamaConfig()
-    config.pad_token_id = pad_token_id
-    assert padding_id(config, 320) == expected

@@ -58,12 +58,12 @@ class PassLayout:
         self.past_ends, self.ends = np.where(pasts, lasts[:, 0], SCRATCH_SLOT), lasts[:, 1]
 
     @classmethod
-    def of_segments(cls, segments: Sequence[Segment], pad_id: int = 0) -> Self:
-        """Lay out segments; their tokens are padded with `pad_id`."""
+    def of_segments(cls, segments: Sequence[Segment]) -> Self:
+        """Lay out segments; their tokens are padded with token 0."""
         counts = np.array([len(segment.tokens) for segment in segments])
         lengths = np.array([len(segment.slots) for segment in segments])
         is_new = np.arange(counts.max()) < counts[:, None]
-        tokens, writes = np.full(is_new.shape, pad_id), np.full(is_new.shape, SCRATCH_SLOT)
+        tokens, writes = np.zeros_like(is_new, np.int64), np.full(is_new.shape, SCRATCH_SLOT)
         tokens[is_new] = np.concatenate([segment.tokens for segment in segments])
         writes[is_new] = np.concatenate([segment.writes for segment in segments])
         slots, trunk = padded_slots(segments), np.empty(0, np.int64)

@@ -22,7 +22,6 @@ class SegmentForward(abc.ABC):
 
     Args:
         limits: Limits of a pass.
-        pad_id: Token id that pads sequences.
 
     Attributes:
         shares_pasts: Whether `run_pass` reads slots that all pasts have in common once, from
@@ -31,8 +30,8 @@ class SegmentForward(abc.ABC):
 
     shares_pasts = False
 
-    def __init__(self, limits: SegmentLimits, pad_id: int = 0) -> None:
-        self._limits, self._pad_id = limits, pad_id
+    def __init__(self, limits: SegmentLimits) -> None:
+        self._limits = limits
 
     @abc.abstractmethod
     def run_pass(
@@ -60,7 +59,7 @@ class SegmentForward(abc.ABC):
 
         The first `shared` slots of all pasts are the same and are read once.
         """
-        layout = PassLayout.of_segments(segments, self._pad_id)
+        layout = PassLayout.of_segments(segments)
         layout.share(shared)
         return self.run_pass(layout, rows, places)
 

@@ -31,7 +31,6 @@ from genlm_hf.served_model import (
     embedding_rows,
     input_device,
     is_offloaded,
-    padding_id,
 )
 from genlm_hf.weight_versions import WeightVersion, WeightVersions
 from genlm_hf.weights import load_weights
@@ -216,7 +215,6 @@ class HFEngine(PrefixEngine):
             vocabulary=self.vocabulary,
             device=device,
             embedding_rows=rows,
-            pad_id=padding_id(model.config, rows),
             max_context=self.max_context,
             max_tokens=options.max_tokens_per_batch or default_tokens,
             max_rows=max(1, max_logits // max(rows, self.vocabulary.size)),

@@ -1,8 +1,8 @@
 """Forward passes whose output embedding is applied to the requested positions only.
 
-`padded_pass` pads sequences on the right and caches nothing, which is right for every
-causal model, whatever its attention, positions or state. Position ids are left to
-the model: under right padding its default numbers every sequence from 0.
+`padded_pass` pads sequences on the right, by token 0, and caches nothing, which is right for
+every causal model, whatever its attention, positions or state. Position ids are left to the
+model: under right padding its default numbers every sequence from 0.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the inputs of a pass over sequences, none empty, that are padded on the right."""
-    device, pad_id = served.device, served.pad_id
+    device = served.device
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     longest = max(len(sequence) for sequence in sequences)
-    padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
+    padded = [[*s, *[0] * (longest - len(s))] for s in sequences]
     mask = torch.arange(longest, device=device) < lengths[:, None]
     arguments = {"attention_mask": mask.long(), "use_cache": False, "return_dict": True}
     return {

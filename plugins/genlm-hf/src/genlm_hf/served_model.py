@@ -24,7 +24,6 @@ class ServedModel:
         vocabulary: The tokenizer's vocabulary.
         device: Device of the model's input.
         embedding_rows: Number of ids, from 0 on, that the model can embed.
-        pad_id: Id that pads batches.
         max_context: Maximum number of tokens of a context, None for no limit.
         max_tokens: Maximum number of positions in one forward pass; without a cache a longer
             context still runs, in a separate pass.
@@ -35,7 +34,6 @@ class ServedModel:
     vocabulary: Vocabulary
     device: torch.device
     embedding_rows: int
-    pad_id: int
     max_context: int | None
     max_tokens: int
     max_rows: int
@@ -55,14 +53,6 @@ def embedding_rows(model: Any) -> int | None:
         return rows
     weight = getattr(embedding, "weight", None)
     return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else None
-
-
-def padding_id(config: Any, rows: int | None) -> int:
-    """Return an id that the model can embed; its padding id if it has one."""
-    pad_id = getattr(config.get_text_config(), "pad_token_id", None)
-    if isinstance(pad_id, int) and pad_id >= 0 and (rows is None or pad_id < rows):
-        return pad_id
-    return 0
 
 
 def input_device(model: Any) -> torch.device:

@@ -115,7 +115,7 @@ class SlotCacheForward(SegmentForward):
     """Runs a model through its own attention, in padded batches."""
 
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
-        super().__init__(SegmentLimits(served.max_tokens, served.max_context), served.pad_id)
+        super().__init__(SegmentLimits(served.max_tokens, served.max_context))
         self.storage, self._served = storage, served
 
     def run_pass(
@@ -157,7 +157,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
     cache = DynamicCache()
     slots = np.arange(1, length + 1, dtype=np.int64)
-    batch = PassLayout.of_segments([Segment((0,) * length, slots, slots)], served.pad_id)
+    batch = PassLayout.of_segments([Segment((0,) * length, slots, slots)])
     try:
         with torch.inference_mode():
             model(**_inputs(model, batch, device), **{needed[0]: cache})

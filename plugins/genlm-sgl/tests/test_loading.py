@@ -25,7 +25,7 @@ from genlm_sgl.versions import check_version
 
 @pytest.mark.parametrize("installed", ["0.5.23", "0.5.23.post2"])
 def test_versions_in_the_range_are_accepted(installed: str) -> None:
-    assert check_version(installed)[:2] == (0, 5)
+    check_version(installed)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,13 @@ def installed_version() -> str:
     return version("sglang")
 
 
-def check_version(installed: str) -> tuple[int, ...]:
+def check_version(installed: str) -> None:
     """Refuse an untested version.
 
     SGLang's model runner is not a public interface; another version may compute wrong rows.
 
     Args:
         installed: Version of SGLang.
-
-    Returns:
-        Major, minor and patch number.
 
     Raises:
         MissingRequirementError: The version is too old, too new, or not a version.
@@ -41,4 +38,3 @@ def check_version(installed: str) -> tuple[int, ...]:
             [f"sglang from {oldest} to {newest} (found {installed})"],
             f"pip install sglang=={newest}",
         )
-    return release

@@ -148,6 +148,20 @@ class StatesAdvancedInPlace(CachedEngine):
 
 
 @engine_mutant(killed_by="populations-equal-lists")
+class EveryStateIsItsOwn(CachedEngine):
+    """Takes the state of a generation that was computed as separate queries for its own."""
+
+    def evaluate_groups(self, parts):
+        values, are_logits = super().evaluate_groups(parts)
+        for group, _ in parts:
+            state = group.generation.root.state
+            if state is not None and state != "computed":
+                values = values.flip(0)
+            group.generation.keep("computed")
+        return GroupValues(values, are_logits)
+
+
+@engine_mutant(killed_by="populations-equal-lists")
 class LargePopulationsReversed(CachedEngine):
     """Returns the rows of populations, which are computed as arrays if large, in reverse."""
 

@@ -274,9 +274,11 @@ class Generation:
             None.
         joined: Sources of the first sequences of a concatenation or truncation; `keep` clears
             it.
-        state: The engine's state of the sequences. Only the engine's thread reads and sets it.
-            Any thread may drop it, after the last population of this generation and the last
-            generation without a state that extends it.
+        state: The state of the sequences that the engine has set by `keep`, an object of the
+            core if their rows were computed as separate queries, or None. Engines recognise
+            their states by the type. Only the engine's thread reads and sets it. Any thread may
+            drop it, after the last population of this generation and the last generation
+            without a state that extends it.
     """
 
     __slots__ = ("__weakref__", "base", "joined", "lineage", "state")

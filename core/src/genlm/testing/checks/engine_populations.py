@@ -70,6 +70,18 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
     fixture.check_batch(lm, longer, how="single requests after a concatenation")
 
 
+def _check_copies_of_few_members(
+    fixture: EngineFixture, lm: AsyncLM, prompt: TokenTuple
+) -> None:
+    """Compare a population that has few members, which may be separate queries, then many."""
+    population, members = lm.population(prompt, 1), [prompt]
+    for size in (2, fixture.members, 2):
+        indices, ids = np.arange(size) % len(members), (list(fixture.token_ids) * size)[:size]
+        members = [(*members[i], last) for i, last in zip(indices, ids, strict=True)]
+        population = population[indices].extend(ids)
+        fixture.check_population(population, members, how=f"{size} members")
+
+
 @engine_check()
 def populations_equal_lists(fixture: EngineFixture) -> None:
     """Members that are copied and extended as arrays have the rows of their sequences."""
@@ -90,6 +102,7 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     for seed in range(4):
         holds(first, seed)
     _check_earlier_populations(fixture, lm, first)
+    _check_copies_of_few_members(fixture, lm, first)
     fixture.for_all(
         holds,
         examples=max(3, fixture.profile.max_examples // 4),

@@ -35,7 +35,7 @@ class Intervals(TokenCharacterTrie):
         return np.array([function(below[lo:hi]) for lo, hi in pairs])
 
 
-@trie_mutant(killed_by="peaked-distributions-keep-their-tails")
+@trie_mutant(killed_by="values-are-exact")
 class DifferencesOfSums(Intervals):
     """Subtracts cumulative sums: all digits beside a peak are lost."""
 

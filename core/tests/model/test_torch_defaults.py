@@ -13,6 +13,7 @@ import torch
 import genlm
 import genlm.smc
 from genlm.constraints import Automaton
+from genlm.core.reference.engine import ReferenceEngine
 
 IDS = [97, 98]
 
@@ -101,4 +102,25 @@ def test_defaults_of_torch_change_no_result(defaults: Any) -> None:
         expected = results(llm)
         with defaults():
             found = results(llm)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
+
+
+class WithADefaultDevice(ReferenceEngine):
+    """An engine that sets the default device of its own thread."""
+
+    def __init__(self) -> None:
+        super().__init__("demo")
+        torch.set_default_device("meta")
+
+    def evaluate(self, queries: Any) -> Any:
+        with torch.device("cpu"):
+            return super().evaluate(queries)
+
+
+def test_the_default_device_of_an_engine_changes_no_result() -> None:
+    tables = []
+    for build in (lambda: ReferenceEngine("demo"), WithADefaultDevice):
+        with genlm.AsyncLM(build, output_cache=genlm.OutputCache(0)) as llm:
+            tables.append(results(llm))
+    expected, found = tables
     torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)

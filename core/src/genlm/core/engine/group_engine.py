@@ -94,7 +94,7 @@ class MemberColumns(Reduction):
             row_of = np.repeat(np.arange(len(places)), counts)
             group_rows = rows
             if places != list(range(len(rows))):
-                group_rows = rows[moved(torch.tensor(places), rows.device)]
+                group_rows = rows[moved(torch.tensor(places, device="cpu"), rows.device)]
             columns = compute_columns(reduction, group_rows, row_of, members)
             assert columns is not None  # noqa: S101 - these are rows
             if not reduction.stays_on_device:

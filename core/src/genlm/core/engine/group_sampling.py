@@ -171,8 +171,9 @@ class SamplingRun(_Continuations):
             self._limits[self._active[has_no_token.numpy()]] = 0
         if len(self._active) < count:
             active = torch.from_numpy(self._active)
-            token_ids = torch.full((count,), NO_TOKEN).index_copy_(0, active, token_ids)
-            zeros = torch.zeros(count, dtype=torch.float32)
+            padding = torch.full((count,), NO_TOKEN, device="cpu")
+            token_ids = padding.index_copy_(0, active, token_ids)
+            zeros = torch.zeros(count, dtype=torch.float32, device="cpu")
             logprobs = zeros.index_copy(0, active, logprobs)
             draw_logprob = zeros.index_copy(0, active, draw_logprob)
         # Arrays, because tensors that are kept divide the memory in which steps allocate rows.
@@ -275,14 +276,14 @@ class MemberRuns(_Continuations):
         count = len(self._sequences)
         raise_member_errors(self._errors, np.arange(count), None, count)
         longest = max(map(len, self._drawn))
-        token_ids = torch.full((count, longest), NO_TOKEN)
-        numbers = torch.zeros(2, count, longest, dtype=torch.float32)
+        token_ids = torch.full((count, longest), NO_TOKEN, device="cpu")
+        numbers = torch.zeros(2, count, longest, dtype=torch.float32, device="cpu")
         for member, drawn in enumerate(self._drawn):
             if drawn:
                 ids, logprobs, _, draw_logprobs = zip(*drawn, strict=True)
-                token_ids[member, : len(drawn)] = torch.tensor(ids)
+                token_ids[member, : len(drawn)] = torch.tensor(ids, device="cpu")
                 numbers[:, member, : len(drawn)] = torch.tensor(
-                    [logprobs, draw_logprobs], dtype=torch.float32
+                    [logprobs, draw_logprobs], dtype=torch.float32, device="cpu"
                 )
         generation, places = Generation(self.query.generation.lineage), self._sampling.places
         if self._sampling.returns_generation:

@@ -32,7 +32,7 @@ def text_group(query: Query) -> GroupQuery:
         Generation(lineage),
         places,
         places,
-        reduction or ScoreColumns(torch.tensor(query.targets)),
+        reduction or ScoreColumns(torch.tensor(query.targets, device="cpu")),
         query.adapter,
     )
 

@@ -190,7 +190,7 @@ def batch_log_mass(
     without mask and bias. Temperatures do not matter. For the arguments see `batch_draw`.
     """
     if has_kernels(rows, weights):
-        zeros = torch.zeros(weights.count).double()
+        zeros = torch.zeros(weights.count, dtype=torch.float64, device="cpu")
         return draw_on_device(rows, zeros, weights, sources=sources)[2]
     if not weights.count:
         return rows.new_empty(0, dtype=torch.float32)

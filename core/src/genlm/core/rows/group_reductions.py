@@ -145,7 +145,7 @@ class SharedReduction(GroupReduction):
         """Reduce each distinct row once."""
         del members
         if not len(rows):
-            return (torch.empty(0, dtype=torch.float32),)
+            return (torch.empty(0, dtype=torch.float32, device="cpu"),)
         kind, requests = type(self.reduction), [self.reduction] * len(rows)
         with errors_of(f"{kind.__name__}.compute"):
             results = list(kind.compute(rows, requests))
@@ -258,7 +258,7 @@ class MassColumns(_WeightedReduction):
         """Sum weights on a GPU."""
         if not has_kernels(logits, self.weights):
             return None
-        zeros = torch.zeros(len(members)).double()
+        zeros = torch.zeros(len(members), dtype=torch.float64, device="cpu")
         drawn = self._draw_on_device(logits, row_of, members, zeros)
         return None if drawn is None else (drawn.log_mass,)
 

@@ -157,7 +157,7 @@ def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
     An index that is a list would be copied from pageable memory; see `moved`.
     """
-    return moved(torch.tensor(values, dtype=torch.int64), device)
+    return moved(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:

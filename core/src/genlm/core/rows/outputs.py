@@ -179,7 +179,7 @@ class _PartOutputs:
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
             return values[first : first + count]
-        return values[moved(torch.tensor(rows), values.device)]
+        return values[moved(torch.tensor(rows, device="cpu"), values.device)]
 
     def _store(self, indices: list[int], values: Sequence[Any]) -> None:
         for index, value in zip(indices, values, strict=True):

@@ -53,8 +53,9 @@ class TokenLogprobs(Reduction):
         ids = torch.tensor(
             [token_id for request in requests for token_id in request.token_ids],
             dtype=torch.long,
+            device="cpu",
         )
-        places = torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes))
+        places = torch.from_numpy(np.repeat(np.arange(len(requests)), sizes))
         logprobs = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
         return [part.clone() for part in torch.split(logprobs, sizes)]
 
@@ -155,7 +156,7 @@ class Draw(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""
-        places = torch.arange(len(requests))
+        places = torch.arange(len(requests), device="cpu")
         columns = _draw_columns(rows, requests).compute(rows, places, places)
         return _drawn_tokens(columns)
 
@@ -164,7 +165,7 @@ class Draw(Reduction):
         cls, logits: torch.Tensor, requests: Sequence[Draw]
     ) -> Sequence[DrawnToken] | None:
         """Draw from all logits at once; see `DrawColumns.compute_from_logits`."""
-        places = torch.arange(len(requests))
+        places = torch.arange(len(requests), device="cpu")
         columns = _draw_columns(logits, requests).compute_from_logits(logits, places, places)
         return None if columns is None else _drawn_tokens(columns)
 
@@ -188,7 +189,7 @@ class BiasedDraw(Draw):
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""
         biases = [request.bias for request in requests if isinstance(request, BiasedDraw)]
-        places = torch.arange(len(requests))
+        places = torch.arange(len(requests), device="cpu")
         bias = torch.stack([moved(each.detach().float(), rows.device) for each in biases])
         columns = _draw_columns(rows, requests, bias).compute(rows, places, places)
         return _drawn_tokens(columns)

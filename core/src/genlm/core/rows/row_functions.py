@@ -41,7 +41,7 @@ class ReductionOfFunction(Reduction):
             places_of.setdefault(request.function, []).append(place)
         results: list[Any] = [None] * len(requests)
         for function, places in places_of.items():
-            selected = rows[moved(torch.tensor(places), rows.device)]
+            selected = rows[moved(torch.tensor(places, device="cpu"), rows.device)]
             is_tuple, columns = _columns(function, selected)
             entries = zip(*(column.cpu() for column in columns), strict=True)
             for place, entry in zip(places, entries, strict=True):

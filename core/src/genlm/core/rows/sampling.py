@@ -182,7 +182,7 @@ def draw_tokens(
     Raises:
         ValueError: There is not one temperature and one random number for each row.
     """
-    numbers = torch.as_tensor(uniforms, dtype=torch.float64)
+    numbers = torch.as_tensor(uniforms, dtype=torch.float64, device="cpu")
     if numbers.shape != logprobs.shape[:1]:
         raise ValueError(
             f"uniform numbers of shape {tuple(numbers.shape)} for {len(logprobs)} rows; "

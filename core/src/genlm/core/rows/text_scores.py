@@ -120,7 +120,8 @@ class PieceScores:
         The result is an `EvaluationError` for a text with a row that is not a distribution,
         with a reduction that raised, or with positions that were not computed.
         """
-        logprobs, highest = torch.full((2, len(self.targets)), math.nan, dtype=torch.float32)
+        shape = 2, len(self.targets)
+        logprobs, highest = torch.full(shape, math.nan, dtype=torch.float32, device="cpu")
         for members, values in self._parts:
             places = torch.from_numpy(members)
             logprobs[places], highest[places] = values.cpu()

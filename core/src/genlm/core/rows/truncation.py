@@ -132,7 +132,7 @@ def _with_share(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     count, size = weights.shape
     bits = weights.view(torch.int32)  # in the order of the weights
     digits = (bits >> 20) & 2047
-    sums = torch.zeros(count, 2048, dtype=torch.float64)
+    sums = torch.zeros(count, 2048, dtype=torch.float64, device=weights.device)
     sums.scatter_add_(1, digits.long(), weights.double())
     shares = torch.where(top_p < 1, top_p, torch.inf)
     remaining = sums.sum(1) * shares  # the sum that is to be reached
@@ -142,7 +142,7 @@ def _with_share(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     candidates, values = bits.flatten()[places], weights.flatten()[places]
     for place in (10, 0):
         digits = (candidates >> place) & 1023
-        sums = torch.zeros(count, 1024, dtype=torch.float64)
+        sums = torch.zeros(count, 1024, dtype=torch.float64, device=weights.device)
         sums.view(-1).scatter_add_(0, torch.add(digits, rows, alpha=1024), values.double())
         digit = _last_digit(sums, remaining)
         smallest = (smallest << 10) | digit

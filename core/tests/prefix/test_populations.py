@@ -828,9 +828,9 @@ def test_rows_that_lack_many_tokens_are_continued_from_what_is_left_of_them() ->
         population.ask(engine)
     assert engine.tables.evict(200)
     check(engine)
-    before = engine.model.table_tokens
+    before = int(engine.statistics()["tokens_computed"])
     assert not population.ask(engine).errors
-    assert engine.model.table_tokens - before == 50 + 37
+    assert int(engine.statistics()["tokens_computed"]) - before == 50 + 37
     check(engine)
 
 
@@ -923,3 +923,101 @@ def test_groups_are_deferred_if_none_of_them_fits(capacity: int, defers: bool) -
     [completion] = engine.step()
     assert completion.query_id == 1
     assert not engine.is_deferring
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_scores_equal_those_of_texts_in_a_small_cache(data: st.DataObject) -> None:
+    draw = data.draw
+    engine = Engine(
+        draw(st.integers(8, 200)),
+        max_tokens=draw(st.sampled_from([4, 20, 400])),
+        max_rows=draw(st.sampled_from([1, 3, 400])),
+    )
+    tokens = st.integers(0, SIZE - 1)
+    prompt = st.lists(tokens, min_size=1, max_size=4)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm,
+    ):
+        patch.setattr("genlm.prefix.rows._MAX_RUN", draw(st.sampled_from([1, 3, 8])))
+        population = llm.population(draw(st.lists(prompt, min_size=1, max_size=6)))
+        for _ in range(draw(st.integers(1, 4))):
+            count, width = len(population), draw(st.integers(1, 6))
+            ids = np.full((count, width), -1)
+            for row in range(count):
+                added = draw(st.lists(tokens, max_size=width))
+                ids[row, : len(added)] = added
+            scores = population.score_sync(ids)
+            check(engine)
+            for member, row, logprobs in zip(population, ids, scores, strict=True):
+                known = list(member.token_ids)
+                for token, logprob in zip(row, logprobs, strict=True):
+                    correct = 0 if token < 0 else expected(None, known)[token]
+                    torch.testing.assert_close(
+                        logprob, torch.as_tensor(correct).float(), rtol=0, atol=1e-6
+                    )
+                    known.append(int(token))
+            if draw(st.booleans()):
+                population = population.extend(ids)
+            members = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=8))
+            population = population[members]
+            if draw(st.booleans()):
+                population = population.extend([[1] * draw(st.integers(1, 3))] * len(members))
+                for member, row in zip(
+                    population, population.next_token_logprobs_sync(), strict=True
+                ):
+                    correct = expected(None, member.token_ids)
+                    torch.testing.assert_close(row, correct, rtol=0, atol=1e-6)
+
+
+def test_scores_are_computed_in_one_pass_with_the_tokens_that_sequences_lack() -> None:
+    engine = Engine(500, max_tokens=100, max_rows=100)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+
+        def cost(request: Any, *arguments: Any) -> tuple[int, int]:
+            before = engine.statistics()
+            request(*arguments)
+            check(engine)
+            after = engine.statistics()
+            names = "tokens_computed", "forwards"
+            tokens, forwards = (int(after[name]) - int(before[name]) for name in names)
+            return tokens, forwards
+
+        start = llm.population([1, 2, 0], 4)
+        start.draw_sync()
+        ids = np.array([[0, 1, 2], [0, 1, 0], [2, 2, -1], [-1, -1, -1]])
+        assert cost(start.score_sync, ids) == (4, 1)  # 0, 01, 2, and the prompt's last
+        scored = start.extend(ids)
+        assert cost(scored.next_token_logprobs_sync) == (4, 1)
+        assert cost(scored.extend([0, 0, 0, 1]).score_sync, ids) == (3 + 5, 1)
+        ids[0] = 1
+        changed = start.extend(ids)
+        assert changed[0].token_ids == (1, 2, 0, 1, 1, 1)
+        assert scored[0].token_ids == (1, 2, 0, 0, 1, 2)
+
+
+def test_scores_are_computed_again_after_a_pass_whose_logits_were_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(500, max_tokens=100, max_rows=100)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+        for prompt in ([1], [1, 2, 0]):
+            population = llm.population(prompt, 2)
+            population.draw_sync()
+            run = engine.path._table_pass
+            losses = iter([1, 0, 0, 0, 0, 0])
+
+            def lossy(*arguments: Any, run: Any = run, losses: Any = losses) -> torch.Tensor:
+                logits = run(*arguments)
+                return logits[next(losses) :]
+
+            monkeypatch.setattr(engine.path, "_table_pass", lossy)
+            ids = np.array([[0, 1, 2, 1], [0, 2, 2, 0]])
+            scores = population.score_sync(ids)
+            monkeypatch.undo()
+            check(engine)
+            for row, logprobs in zip(ids.tolist(), scores, strict=True):
+                for place, logprob in enumerate(logprobs):
+                    correct = expected(None, [*prompt, *row[:place]])[row[place]]
+                    torch.testing.assert_close(logprob, correct, rtol=0, atol=1e-6)

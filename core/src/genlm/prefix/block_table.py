@@ -132,6 +132,14 @@ class BlockTable:
             slots[row, : len(path)] = path
         return _with_trunk(BlockTable(np.empty(0, np.int64), slots, lengths))
 
+    def with_trunk(self, count: int) -> BlockTable:
+        """Return the table with at most `count` slots in the trunk."""
+        rest = self.trunk[count:].astype(np.int32)
+        if not len(rest):
+            return self
+        slots = np.hstack([np.tile(rest, (len(self), 1)), self.slots])
+        return BlockTable(self.trunk[:count], slots, self.lengths + len(rest))
+
     def without(self, freed: Slots, rows: Integers64) -> BlockTable:
         """Return the table without freed slots, which are at the ends of some rows."""
         ends, lengths = self.slots[rows], self.lengths.copy()

@@ -16,6 +16,21 @@ from genlm.prefix.node import SCRATCH_SLOT, Slots
 _FIRST_NEW = 2**31
 
 
+class Requested(NamedTuple):
+    """Tokens of rows whose logits are requested.
+
+    Attributes:
+        rows: Index of the row among those that are continued, shape `(r,)`.
+        columns: Index of the token among those that are added to the row; negative for a cached
+            token, -1 for the last one, shape `(r,)`.
+        token_ids: Token ids, of which those of cached tokens are used, shape `(r,)`.
+    """
+
+    rows: Integers64
+    columns: Integers64
+    token_ids: Integers64
+
+
 class Continuation(NamedTuple):
     """A plan for the continuation of rows of a table.
 
@@ -36,7 +51,7 @@ def continuation(
     table: BlockTable,
     rows: Integers64,
     tokens: Integers64,
-    repeated: Integers64,
+    requested: Requested,
     allocate: Callable[[int], Slots],
 ) -> Continuation:
     """Plan the tokens after rows of a table; equal tokens after one slot become one token.
@@ -46,28 +61,35 @@ def continuation(
         rows: Indices of rows, ascending, without repetition, shape `(d,)`.
         tokens: Added tokens of each sequence, shape `(d, k)`; `NO_TOKEN` for columns that
             add no token.
-        repeated: Last token of each row, which is recomputed if no token is added, shape
-            `(d,)`.
+        requested: Tokens whose logits are requested, all of them after the trunk. Cached ones
+            are recomputed.
         allocate: Function that returns a given number of slots; called once.
     """
-    lengths, last = table.lengths[rows], table.last[rows]
-    results = np.full(len(rows), -1)
+    cached, last = table.lengths[rows], table.last[rows]
+    lengths, numbers = cached.copy(), np.empty(tokens.shape, np.int64)
     queries, parents, columns = [], [], []
     size, count = int(tokens.max(initial=0)) + 1, 0
     for column in tokens.T:
         extended = np.flatnonzero(column >= 0)
         keys = last[extended] * size + column[extended]
         first, inverse = _unique(keys)
-        leaders, numbers = extended[first], count + inverse
+        leaders, added = extended[first], count + inverse
+        places = lengths[extended]
         queries.append((column[leaders], leaders, lengths[leaders]))
         parents.append(last[leaders])
-        columns.append((extended, lengths[extended], numbers))
-        results[extended], last[extended] = numbers, _FIRST_NEW + numbers
+        columns.append((extended, places, added))
+        numbers[extended, places - cached[extended]] = added
+        last[extended] = _FIRST_NEW + added
         lengths[extended] += 1
         count += len(leaders)
-    unextended = np.flatnonzero(results < 0)
-    results[unextended] = count + np.arange(len(unextended))
-    queries.append((repeated[unextended], unextended, lengths[unextended] - 1))
+    is_added = requested.columns >= 0
+    results = np.empty(len(is_added), np.int64)
+    results[is_added] = numbers[requested.rows[is_added], requested.columns[is_added]]
+    repeated = np.flatnonzero(~is_added)
+    results[repeated] = count + np.arange(len(repeated))
+    leaders = requested.rows[repeated]
+    before = cached[leaders] + requested.columns[repeated]
+    queries.append((requested.token_ids[repeated], leaders, before))
     new_tokens, leaders, before = map(np.concatenate, zip(*queries, strict=True))
     new = allocate(count)
     slots = np.empty((len(rows), int(lengths.max())), np.int32)
@@ -75,9 +97,9 @@ def continuation(
     is_whole = len(rows) == len(table)  # in order, and not copied twice
     slots[:, :width] = (table.slots if is_whole else table.slots[rows])[:, :width]
     slots[:, width:] = SCRATCH_SLOT
-    for extended, places, numbers in columns:
-        slots[extended, places] = new[numbers]
-    new_parents = np.concatenate([unextended[:0], *parents])
+    for extended, places, added in columns:
+        slots[extended, places] = new[added]
+    new_parents = np.concatenate([repeated[:0], *parents])
     is_new = new_parents >= _FIRST_NEW
     new_parents[is_new] = new[new_parents[is_new] - _FIRST_NEW]
     writes = np.full(len(new_tokens), SCRATCH_SLOT)

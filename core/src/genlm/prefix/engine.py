@@ -109,6 +109,11 @@ class PrefixEngine(BatchEngine):
         self.capabilities = frozenset(capabilities - hints.keys())
 
     @property
+    def scored_columns(self) -> int:
+        """Maximum number of rows of a sequence of a population that one pass computes."""
+        return 0 if self._cache is None else self._cache.populations.scored_columns
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that queries can use."""
         return self._adapters.names
@@ -164,11 +169,9 @@ class PrefixEngine(BatchEngine):
                 logits = cache.group_logits(parts)
             if logits is not None:
                 self._restart(*(group.query_id for group, _ in parts))
-                lengths = (
-                    group.generation.lineage.lengths[group.wanted[places]]
-                    for group, places in parts
+                self._tokens_evaluated += sum(
+                    int(group.lengths[places].sum()) for group, places in parts
                 )
-                self._tokens_evaluated += sum(int(part.sum()) for part in lengths)
                 return GroupValues(logits, are_logits=True)
         values = super().evaluate_groups(parts)
         if cache is not None:

@@ -123,7 +123,7 @@ class TableBatch:
         slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
             a row are undefined.
         rows: Row of each token, shape `(q,)`.
-        results: Token of each row whose logits are returned, shape `(d,)`.
+        results: Tokens whose logits are returned, possibly repeated, shape `(r,)`.
     """
 
     tokens: Integers64
@@ -150,6 +150,37 @@ class TableBatch:
             rows=rows,
             results=begins + counts - 1,
         )
+
+    @property
+    def longest_run(self) -> int:
+        """Largest number of tokens of a row."""
+        several = len(self.tokens) > len(self.slots)
+        return int(np.bincount(self.rows).max()) if several else 1
+
+    def as_tree(self, adapter: str | None) -> TreeBatch:
+        """Return the tokens as segments of consecutive tokens of a row.
+
+        The trunk contains none of the tokens.
+        """
+        trunk, positions, rows = len(self.trunk), self.positions, self.rows
+        order = np.lexsort([positions, rows])
+        is_next = (np.diff(rows[order]) == 0) & (np.diff(positions[order]) == 1)
+        runs = np.split(order, np.flatnonzero(~is_next) + 1)
+        runs.sort(key=lambda tokens: int(positions[tokens[0]]))
+        depths: dict[int, int] = {}  # of the segments, by the slots that they write
+        stages: list[list[Segment]] = [[]]
+        for tokens in runs:
+            begin, branch = int(positions[tokens[0]]), self.slots[rows[tokens[0]]]
+            slots = np.concatenate([self.trunk, branch[: begin + len(tokens) - trunk]])
+            depth = depths.get(int(slots[begin - 1]), -1) + 1 if begin else 0
+            if depth == len(stages):
+                stages.append([])
+            writes = self.writes[tokens]
+            stages[depth].append(Segment(self.tokens[tokens].tolist(), slots, writes))
+            depths.update(dict.fromkeys(writes.tolist(), depth))
+            depths.pop(SCRATCH_SLOT, None)
+        wanted = self.slots[rows[self.results], positions[self.results] - trunk]
+        return TreeBatch(adapter, stages, wanted.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from genlm.core.engine.group_turns import GroupTurns, oldest_first
-from genlm.core.queries.generations import NO_TOKEN, Integers64
+from genlm.core.queries.generations import NO_TOKEN, Integers64, Lineage
 from genlm.core.queries.query import GroupQuery
 from genlm.prefix.block_table import BlockTable
-from genlm.prefix.continuation import Continuation, continuation, joined
+from genlm.prefix.continuation import Continuation, Requested, continuation, joined
 from genlm.prefix.forward import TableBatch
 from genlm.prefix.node import Paths
 from genlm.prefix.tables import Tables
@@ -28,10 +27,10 @@ RunTable = Callable[[TableBatch, str | None], torch.Tensor]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
 
 _Part = tuple[GroupQuery, Integers64]
-"""A group, and indices of rows of its table."""
+"""A group, and indices into its `wanted`."""
 
-_Extension = tuple[GroupQuery, Integers64, Integers64, NDArray[np.bool_]]
-"""A group, rows of its table, their tokens to compute, and which of them are cached."""
+_Extension = tuple[GroupQuery, Integers64, Integers64, Requested]
+"""A group, rows of its table, their tokens to compute, and the tokens with requested logits."""
 
 # Maximum number of new tokens of a row in a pass over tables.
 _MAX_NEW_TOKENS = 32
@@ -50,39 +49,38 @@ class Populations:
 
     Attributes:
         tables: The block tables.
+        scored_columns: Maximum number of rows of each sequence of a group.
     """
 
     def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
-        self._few = min(max_tokens, _MAX_NEW_TOKENS)
+        self._few = self.scored_columns = min(max_tokens, _MAX_NEW_TOKENS)
         self.tables = Tables(tree)
         self._turns = GroupTurns()
 
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for one pass, or about one in the tree."""
         self.tables.collect()
-        lineage, wanted = group.generation.lineage, group.wanted
-        missing = self._missing(group, wanted)
+        missing = self._missing(group)
         if missing is not None:
-            few, count = np.clip(missing, 1, self._few), len(missing)
+            few, count = np.clip(_new_tokens(group, missing), 1, self._few), len(missing)
             if count * int(few.max(initial=1)) > self._max_tokens:
                 tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
                 count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
             return max(1, min(self._max_rows, count))
         if self.is_long(group):
             return 1
-        sequences = lineage.sequences(wanted[:: -(-len(wanted) // _SAMPLE_SIZE)])
+        sequences = group.sequences(
+            np.arange(0, len(group.wanted), -(-len(group.wanted) // _SAMPLE_SIZE))
+        )
         mean = np.mean([1 + self._tree.missing(group.adapter, s) for s in sequences])
         return max(1, min(self._max_rows, int(self._max_tokens / mean)))
 
     def is_long(self, group: GroupQuery) -> bool:
         """Whether the tree must compute a sequence that is longer than a pass."""
-        lineage, wanted = group.generation.lineage, group.wanted
-        return self._missing(group, wanted) is None and any(
+        return self._missing(group) is None and any(
             self._tree.missing(group.adapter, sequence) > self._max_tokens
-            for sequence in lineage.sequences(
-                wanted[lineage.lengths[wanted] > self._max_tokens]
-            )
+            for sequence in group.sequences(np.flatnonzero(group.lengths > self._max_tokens))
         )
 
     def choose(self, pending: Sequence[GroupQuery]) -> Sequence[GroupQuery]:
@@ -90,9 +88,13 @@ class Populations:
 
         All or none of them are continued from tables. If there are too few slots for all
         groups, the oldest populations are computed first, and the rows of the youngest ones are
-        cut for them. The others wait; see `GroupTurns`.
+        cut for them. The others wait; see `GroupTurns`. Groups with several rows for each
+        sequence are computed one by one.
         """
+        if pending[0].dropped is not None:
+            return pending[:1]
         self.tables.collect()
+        pending = [group for group in pending if group.dropped is None]
         groups = oldest_first(pending)
         costs = self._costs(groups)
         self.tables.expect(groups)
@@ -111,9 +113,9 @@ class Populations:
             groups = list(pending)
         first, *others = groups
         chosen, tokens, rows = [first], costs[first.query_id], len(first.wanted)
-        uses_table = self._missing(first, first.wanted) is not None
+        uses_table = self._missing(first) is not None
         for group in others:
-            is_similar = (self._missing(group, group.wanted) is not None) == uses_table
+            is_similar = (self._missing(group) is not None) == uses_table
             is_evicted = is_short and costs[group.query_id] > len(group.wanted)
             if group.adapter != first.adapter or not is_similar or is_evicted:
                 continue
@@ -154,15 +156,14 @@ class Populations:
             OutOfSlotsError: There are too few slots for several groups.
         """
         self.tables.collect()
-        selected = [(group, group.wanted[places]) for group, places in parts]
-        for group, rows in selected:
-            missing = self._missing(group, rows)
+        for group, places in parts:
+            missing = self._missing(group, places)
             if missing is None:
                 return None
-            if (missing > 1).any():
-                self._adopt(group, rows[missing > 1])
+            if group.dropped is None and (missing > 1).any():
+                self._adopt(group, group.wanted[places[missing > 1]])
         try:
-            return self._passes(selected, run)
+            return self._passes(parts, run)
         except OutOfSlotsError:
             if len(parts) > 1:
                 raise
@@ -171,7 +172,7 @@ class Populations:
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
         """Add a table with the sequences of a group that the tree contains."""
         self.tables.collect()
-        self._adopt(group, group.wanted[places])
+        self._adopt(group, np.unique(group.wanted[places]))
 
     # -- internals --------------------------------------------------------------------
 
@@ -198,30 +199,36 @@ class Populations:
         """
         costs = {}
         for group in reversed(groups):
-            missing = self._missing(group, group.wanted)
+            missing = self._missing(group)
             if missing is None:
-                sequences = group.generation.lineage.sequences(group.wanted)
+                sequences = group.sequences(slice(None))
                 missing = np.array(
                     [self._tree.missing(group.adapter, sequence) for sequence in sequences]
                 )
-            costs[group.query_id] = int(np.maximum(missing, 1).sum())
+            costs[group.query_id] = int(np.maximum(_new_tokens(group, missing), 1).sum())
         return costs
 
-    def _missing(self, group: GroupQuery, rows: Integers64) -> Integers64 | None:
-        """Return the number of tokens that each row's table lacks.
+    def _missing(
+        self, group: GroupQuery, places: Integers64 | slice = slice(None)
+    ) -> Integers64 | None:
+        """Return the number of tokens of sequences that the table lacks.
 
         Returns None if the rows must be computed through the tree, as prefill chunks, because
         the group has no table, a row without cached tokens lacks many, or all rows were
         extended by many tokens.
+
+        Args:
+            group: The group.
+            places: Indices into `wanted`; by default all.
         """
         table = self.tables.find(group)
         if table is None:
             return None
-        cached = table.tokens[rows]
-        missing: Integers64 = group.generation.lineage.lengths[rows] - cached
+        cached = table.tokens[group.wanted[places]]
+        missing: Integers64 = group.lengths[places] - cached
         is_long = missing > self._few
         uses_tree = (is_long & (cached == 0)).any() or (
-            is_long.all() and not self.tables.is_cut(group)
+            is_long.all() and group.dropped is None and not self.tables.is_cut(group)
         )
         return None if uses_tree else missing
 
@@ -231,11 +238,13 @@ class Populations:
         Raises:
             OutOfSlotsError: There are too few slots for a row, or a table was evicted.
         """
-        self.tables.in_use = {group.generation.state.key: rows for group, rows in parts}
+        self.tables.in_use = {
+            group.generation.state.key: group.wanted[places] for group, places in parts
+        }
         try:
-            for group, rows in parts:
-                self._catch_up(group, rows, run)
-            return self._pass(parts, run)
+            for group, places in parts:
+                self._catch_up(group, places, run)
+            return self._compute([self._extension(*part) for part in parts], run)
         except OutOfSlotsError:
             if len(parts) == len(parts[0][1]) == 1:
                 raise
@@ -245,39 +254,53 @@ class Populations:
             middle = len(parts) // 2
             logits = self._passes(parts[:middle], run).clone()  # the next pass overwrites them
             return torch.cat([logits, self._passes(parts[middle:], run)])
-        [(group, rows)] = parts
-        missing = group.generation.lineage.lengths[rows] - self.tables.get(group).tokens[rows]
+        [(group, places)] = parts
+        missing = group.lengths[places] - self.tables.get(group).tokens[group.wanted[places]]
+        if group.dropped is not None:  # the rows of a sequence stay together
+            missing[:] = 1
         order = np.argsort(missing, kind="stable")
         middle = np.searchsorted(missing[order], missing.min(), side="right")
-        if middle == len(rows):
+        if middle == len(places):
             middle //= 2
-        logits = self._passes([(group, rows[order[:middle]])], run).clone()
-        logits = torch.cat([logits, self._passes([(group, rows[order[middle:]])], run)])
+        logits = self._passes([(group, places[order[:middle]])], run).clone()
+        logits = torch.cat([logits, self._passes([(group, places[order[middle:]])], run)])
         return logits[torch.from_numpy(np.argsort(order)).to(logits.device)]
 
-    def _catch_up(self, group: GroupQuery, rows: Integers64, run: RunTable) -> None:
+    def _catch_up(self, group: GroupQuery, places: Integers64, run: RunTable) -> None:
         """Compute tokens of rows that lack many, until they lack few."""
-        few, lengths = self._few, group.generation.lineage.lengths
+        few, lineage, wanted = self._few, group.generation.lineage, group.wanted[places]
         while True:
-            missing = lengths[rows] - self.tables.get(group).tokens[rows]
-            behind = np.flatnonzero(missing > few)[: self._max_tokens // few]
-            if not len(behind):
+            missing = group.lengths[places] - self.tables.get(group).tokens[wanted]
+            rows = np.unique(wanted[missing > few])[: self._max_tokens // few]
+            if not len(rows):
                 return
-            tokens = group.generation.lineage.last_tokens(rows[behind], missing[behind])
-            in_order = np.argsort(tokens < 0, axis=1, kind="stable")[:, :few]
-            first = np.take_along_axis(tokens, in_order, axis=1)
-            is_cached = np.zeros(len(behind), bool)
-            self._compute([(group, rows[behind], first, is_cached)], run)
+            begins = self.tables.get(group).tokens[rows]
+            tokens = _tokens_between(lineage, rows, begins, begins + few)
+            lasts = Requested(np.arange(len(rows)), np.full(len(rows), few - 1), tokens[:, -1])
+            self._compute([(group, rows, tokens, lasts)], run)
 
-    def _pass(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
-        """Compute the logits of rows that lack few tokens."""
-        extensions = []
-        for group, rows in parts:
-            lineage = group.generation.lineage
-            missing = lineage.lengths[rows] - self.tables.get(group).tokens[rows]
-            tokens = lineage.last_tokens(rows, np.maximum(missing, 1))
-            extensions.append((group, rows, tokens, missing == 0))
-        return self._compute(extensions, run)
+    def _extension(self, group: GroupQuery, places: Integers64) -> _Extension:
+        """Return the tokens of rows that lack few, and those with requested logits."""
+        lineage, wanted = group.generation.lineage, group.wanted[places]
+        if group.dropped is None:
+            missing = lineage.lengths[wanted] - self.tables.get(group).tokens[wanted]
+            tokens = lineage.last_tokens(wanted, np.maximum(missing, 1))
+            lasts = Requested(np.arange(len(wanted)), missing - 1, tokens.max(axis=1))
+            tokens[missing == 0] = NO_TOKEN
+            return group, wanted, tokens, lasts
+        lengths = group.lengths[places]
+        rows, index = np.unique(wanted, return_inverse=True)
+        ends = np.zeros(len(rows), np.int64)
+        np.maximum.at(ends, index, lengths)
+        self.tables.store(group, self.tables.get(group).with_trunk(int(lengths.min()) - 1))
+        begins = self.tables.get(group).tokens[rows]
+        tokens = _tokens_between(lineage, rows, begins, ends)
+        columns = lengths - 1 - begins[index]
+        token_ids, is_cached = np.empty_like(columns), columns < 0
+        ends = lengths[is_cached]
+        cached_tokens = _tokens_between(lineage, wanted[is_cached], ends - 1, ends)
+        token_ids[is_cached] = cached_tokens.max(axis=1, initial=NO_TOKEN)
+        return group, rows, tokens, Requested(index, columns, token_ids)
 
     def _compute(self, extensions: Sequence[_Extension], run: RunTable) -> torch.Tensor:
         """Compute tokens after rows of tables, and store the longer tables.
@@ -290,11 +313,9 @@ class Populations:
         """
         steps: list[Continuation] = []
         try:
-            for group, rows, tokens, is_repeated in extensions:
-                repeated = tokens.max(axis=1)
-                tokens[is_repeated] = NO_TOKEN
-                table = self.tables.get(group)
-                steps.append(continuation(table, rows, tokens, repeated, self._tree.allocate))
+            for group, rows, tokens, requested in extensions:
+                table, allocate = self.tables.get(group), self._tree.allocate
+                steps.append(continuation(table, rows, tokens, requested, allocate))
             logits = run(joined([step.batch for step in steps]), extensions[0][0].adapter)
         except BaseException:
             for step in steps:
@@ -305,3 +326,23 @@ class Populations:
             table = self.tables.get(group)
             self.tables.store(group, table.extend(rows, step.batch.slots, step.lengths))
         return logits
+
+
+def _new_tokens(group: GroupQuery, missing: Integers64) -> Integers64:
+    """Return the number of tokens that each row of a group adds to those before it."""
+    if group.dropped is None:
+        return missing
+    follows = np.diff(group.wanted, prepend=-1) == 0  # another row of its sequence
+    return np.where(follows, np.diff(group.lengths, prepend=0), missing)
+
+
+def _tokens_between(
+    lineage: Lineage, rows: Integers64, begins: Integers64, ends: Integers64
+) -> Integers64:
+    """Return the tokens of rows from `begins` up to `ends`, padded with `NO_TOKEN`."""
+    tokens = lineage.last_tokens(rows, lineage.lengths[rows] - begins)
+    in_order = np.argsort(tokens < 0, axis=1, kind="stable")
+    width = int((ends - begins).max(initial=0))
+    tokens = np.take_along_axis(tokens, in_order[:, :width], axis=1)
+    tokens[np.arange(width) >= (ends - begins)[:, None]] = NO_TOKEN
+    return tokens

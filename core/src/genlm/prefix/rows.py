@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # Maximum number of sequences that `next_pass` skips: it takes microseconds for each.
 _MAX_SKIPPED = 256
 
+# Up to this many tokens of a row of a block table are computed faster as separate sequences
+# than as a segment.
+_MAX_RUN = 8
+
 
 class PrefixRows:
     """Computes the rows of batches of sequences with a prefix tree.
@@ -306,6 +310,8 @@ class PrefixRows:
         return self._counted(self.forward(batch))
 
     def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
+        if batch.longest_run > _MAX_RUN:
+            return self._counted(self.forward(batch.as_tree(adapter)))
         return self._counted(self.forward.run_table(batch, adapter))
 
     def _counted(self, result: ForwardResult) -> torch.Tensor:

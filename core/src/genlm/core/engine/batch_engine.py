@@ -193,7 +193,7 @@ class BatchEngine(abc.ABC):
             [
                 Query(self._member_id(group), sequence, group.adapter)
                 for group, places in parts
-                for sequence in group.generation.lineage.sequences(group.wanted[places])
+                for sequence in group.sequences(places)
             ]
         )
 

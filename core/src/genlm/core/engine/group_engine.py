@@ -118,7 +118,7 @@ class _DividedGroup(GroupWork):
     def row_requests(self) -> Iterator[RowRequest]:
         """Yield the distinct sequences, with the reduction for their members."""
         query = self.query
-        for place, sequence in enumerate(query.generation.lineage.sequences(query.wanted)):
+        for place, sequence in enumerate(query.sequences(slice(None))):
             yield place, sequence, MemberColumns(query.reduction, self.members_of(place))
 
     def add(self, place: int, result: Any) -> None:

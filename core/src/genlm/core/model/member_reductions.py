@@ -14,7 +14,7 @@ from genlm.core.base.validation import checked_count
 from genlm.core.engine.group_sampling import GroupSampling
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
-from genlm.core.queries.query import GroupReduction, Reduction
+from genlm.core.queries.query import GroupQuery, GroupReduction, Reduction
 from genlm.core.rows.group_reductions import Rows, TokenColumns, TopColumns, checked_reduction
 from genlm.core.rows.reductions import TopTokens
 from genlm.core.rows.row_functions import RowFunction
@@ -121,11 +121,20 @@ class MemberReductions(Members):
         then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
     ) -> Any:
         """Return the `SampledGroup` of some members or of all, or a function of columns."""
-        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
-        requests.adapter_of(self, None)
-        query = requests.group_query(
+        query = self._lm._requests.group_query(  # noqa: SLF001 - internal to genlm.core.model
             self._generation, self._places, reduction, self._adapter, members, sampling
         )
+        return await self._result(query, members, then)
+
+    async def _result(
+        self,
+        query: GroupQuery,
+        members: Integers64 | None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] | None,
+    ) -> Any:
+        """Return the result of a query for members, or a function of its columns."""
+        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
+        requests.adapter_of(self, None)
 
         def finish(results: list[Any]) -> Any:
             [result] = results

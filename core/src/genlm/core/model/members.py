@@ -37,7 +37,7 @@ class Members(Immutable):
     """N token sequences of one model and adapter, immutable; see `Population`."""
 
     __slots__ = (
-        *("__weakref__", "_finished", "_generation", "_lm", "_places", "_step"),
+        *("__weakref__", "_finished", "_generation", "_lm", "_places", "_scored", "_step"),
         *("_adapter", "lora_name"),
     )
 
@@ -65,6 +65,8 @@ class Members(Immutable):
         self.lora_name = lora_name
         """Name of the LoRA adapter of all members, None for the base model."""
         self._adapter = adapter
+        # Continuations that were scored last, and the population extended by them.
+        self._scored: tuple[Integers64, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -198,6 +200,10 @@ class Members(Immutable):
         """
         ids = self._checked_tokens(token_ids)
         columns = ids[:, None] if ids.ndim == 1 else ids
+        scored = self._scored
+        if scored is not None and np.array_equal(columns, scored[0]):
+            population: Self = scored[1]
+            return population
         generation, places = self._generation.extended(self._places, columns)
         step = self._step + columns.shape[1]
         return self._derive(generation, places, self._finished, step)

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
-from genlm.core.base.errors import GenlmError, PopulationError
 from genlm.core.base.validation import Stop, checked_count, checked_stop
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
-from genlm.core.model.member_reductions import MemberReductions
+from genlm.core.model.member_scores import MemberScores
 from genlm.core.model.members import ArrayLike, checked_counts
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
@@ -42,7 +41,7 @@ class SampledTokens(NamedTuple):
     population: Population
 
 
-class Population(MemberReductions):
+class Population(MemberScores):
     """N token sequences of one model and adapter, created with `AsyncLM.population`.
 
     A population is immutable: `extend` and indexing return new populations, in time that does
@@ -291,55 +290,6 @@ class Population(MemberReductions):
         return SampledTokens(group.token_ids, group.logprobs, group.draw_logprob, population)
 
     sample_sync = blocking(sample)
-
-    async def score(self, continuations: ArrayLike) -> torch.Tensor:
-        """Return the log-probability of each token of a continuation of each member.
-
-        Engines with `Capability.SCORE` compute all positions of a member in one pass.
-
-        Args:
-            continuations: Token ids, shape `(n, k)`, with -1 after the end of shorter ones; or
-                n lists, which may have different lengths.
-
-        Returns:
-            Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.
-
-        Raises:
-            ValueError: The shape is not `(n, k)`, or a token follows -1.
-            PopulationError: Ids are outside the vocabulary, members with their continuations
-                have more than `max_context` + 1 tokens, or as `next_token_logprobs`.
-        """
-        ids = self._checked_tokens(continuations)
-        if not len(self) and ids.ndim == 1:  # an empty list
-            ids = ids.reshape(0, 0)
-        if ids.ndim != 2:
-            raise ValueError(
-                f"continuations of shape {ids.shape}; expected ({len(self)}, k) with -1 after "
-                f"the end of shorter ones"
-            )
-        counts = (ids >= 0).sum(1)
-        if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
-            raise ValueError("a continuation has a token after -1; -1 is for its end only")
-        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
-        members = np.flatnonzero(counts).tolist()
-        contexts = [self._context(member) for member in members]
-        texts = [
-            context.extend(ids[member, : counts[member]])
-            for context, member in zip(contexts, members, strict=True)
-        ]
-        starts = [len(context) for context in contexts]
-        try:
-            scored = await self._lm.batch_score(texts, starts)
-        except GenlmError as error:
-            if not error.places:
-                raise
-            failed = [members[place] for place in error.places]
-            raise PopulationError(failed, len(self), error) from error
-        for member, scores in zip(members, scored, strict=True):
-            logprobs[member, : len(scores)] = scores
-        return logprobs
-
-    score_sync = blocking(score)
 
     # -- internals --------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from genlm.core.model.members import Members
 from genlm.core.queries.generations import Generation, Integers64, distinct_sequences
 from genlm.core.queries.query import GroupQuery, GroupReduction, Query, Reduction
 from genlm.core.queries.recent_sequences import SHORTEST, RecentSequences
+from genlm.core.queries.scored_rows import ScoredRows
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler import Scheduler
@@ -74,7 +75,9 @@ class Requests:
         self.vocab_size = engine.vocabulary.size
         self.max_context = engine.max_context
         self.sampled_together: int | None = getattr(engine, "samples_groups", None)
+        self.scored_columns: int = getattr(engine, "scored_columns", 0)
         self._leases = leases if hasattr(engine, "release_context") else None
+        self._lease = None if self._leases is None else self._leases.lease
         self._recent = RecentSequences()
 
     # -- one sequence -----------------------------------------------------------------
@@ -106,10 +109,19 @@ class Requests:
         wanted, row_of = distinct_sequences(
             generation.lineage, places, members, max_context=self.max_context
         )
-        lease = None if self._leases is None else self._leases.lease
         return GroupQuery(
             *(next(self._query_ids), generation, wanted, row_of),
-            *(reduction, adapter, lease, sampling),
+            *(reduction, adapter, self._lease, sampling),
+        )
+
+    def scored_query(
+        self, scored: ScoredRows, reduction: GroupReduction, adapter: str | None
+    ) -> GroupQuery:
+        """Build the query for the rows that predict the tokens of continuations."""
+        return GroupQuery(
+            *(next(self._query_ids), scored.generation, scored.wanted, scored.row_of),
+            *(reduction, adapter, self._lease),
+            dropped=scored.dropped,
         )
 
     async def groups(

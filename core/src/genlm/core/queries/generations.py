@@ -399,7 +399,8 @@ def raise_member_errors(
     Args:
         errors: Errors of sequences, by their index in a query's `wanted`.
         row_of: Index in `wanted` of the sequence of each entry of `members`, shape `(m,)`.
-        members: Indices of some members of a population, shape `(m,)`; None for all members.
+        members: Indices of some members of a population, ascending and possibly repeated, shape
+            `(m,)`; None for all members.
         count: Number of members of the population.
     """
     if errors:
@@ -407,5 +408,5 @@ def raise_member_errors(
             if isinstance(error, (EngineClosedError, EngineDiedError)):
                 raise error
         failed = np.flatnonzero(np.isin(row_of, list(errors)))
-        failed_members = failed if members is None else members[failed]
+        failed_members = failed if members is None else np.unique(members[failed])
         raise PopulationError(failed_members.tolist(), count, errors[min(errors)])

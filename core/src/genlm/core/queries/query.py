@@ -324,7 +324,7 @@ class GroupQuery:
         query_id: Id of the query and of its completion, unique within the scheduler.
         generation: The sequences.
         wanted: Indices of the sequences of the generation whose rows are requested, without
-            repetition, shape `(d,)`.
+            repetition unless there is `dropped`, shape `(d,)`.
         row_of: Index in `wanted` of the sequence of each member, shape `(n,)`.
         reduction: Reduction that computes the columns of the result.
         adapter: Name of a loaded LoRA adapter, None for the base model.
@@ -336,6 +336,10 @@ class GroupQuery:
             None: `wanted` and `row_of` then belong to the members that draw a first token, and
             the result is a `SampledGroup`. Only engines with an attribute `samples_groups`
             receive such queries.
+        dropped: Number of last tokens of each of these sequences that do not precede its row,
+            shape `(d,)`: rows are requested after several prefixes of a sequence, the shortest
+            first. None for rows after whole sequences. Only engines with an attribute
+            `scored_columns`, the maximum number of rows of a sequence, receive such queries.
     """
 
     query_id: int
@@ -346,10 +350,27 @@ class GroupQuery:
     adapter: str | None = None
     lease: Callable[[list[tuple[str | None, bytes]]], object] | None = None
     sampling: GroupSampling | None = None
+    dropped: Integers64 | None = None
+
+    @property
+    def lengths(self) -> Integers64:
+        """Number of token ids of each sequence, shape `(d,)`."""
+        lengths = self.generation.lineage.lengths[self.wanted]
+        return lengths if self.dropped is None else lengths - self.dropped
+
+    def sequences(self, places: Integers64 | slice) -> list[TokenSequence]:
+        """Return some sequences, by their indices in `wanted`."""
+        sequences = self.generation.lineage.sequences(self.wanted[places])
+        if self.dropped is None:
+            return sequences
+        lengths = self.lengths[places].tolist()
+        return [each.prefix(n) for each, n in zip(sequences, lengths, strict=True)]
 
     def keep_contexts(self) -> None:
         """Lease the contexts of the sequences, unless the generation has another state."""
         generation, wanted = self.generation, self.wanted
+        if self.dropped is not None:
+            wanted = wanted[self.dropped == 0]
         if not isinstance(generation.state, Contexts | None):
             return
         if self.lease is None:
@@ -364,7 +385,7 @@ class GroupQuery:
 
     def __len__(self) -> int:
         """Number of token ids of the sequences."""
-        return int(self.generation.lineage.lengths[self.wanted].sum())
+        return int(self.lengths.sum())
 
 
 class GroupResult(NamedTuple):

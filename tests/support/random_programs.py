@@ -195,14 +195,17 @@ class _Program:
             scores[places] = -torch.inf
 
     async def _score(self) -> None:
-        """Score continuations of members, and a whole text."""
+        """Score continuations of members, and a whole text; continue some of the scored ones."""
         population = self._population
-        added = np.abs(self._tokens(len(population), self._random.randint(1, 3)))
+        room = self._most_tokens + 3 - int(population.lengths.max())
+        added = np.abs(self._tokens(len(population), min(room, self._random.choice([1, 3, 10]))))
         scores = await population.score(added)
         for context, ids, logprobs in zip(
             population, added.tolist(), scores.tolist(), strict=True
         ):
             self._check_continuation(context.token_ids, ids, logprobs)
+        if self._random.random() < 0.5 and added.shape[1] < room - 3:
+            self._population = population.extend(added)
         first, *text = [*self._random.choice(population).token_ids, 5]
         text_scores = await self._llm.score([first, *text], lora_name=self._adapter)
         self._check_continuation((first,), text, text_scores.tolist()[-len(text) :])

@@ -292,8 +292,10 @@ class Populations:
         rows, index = np.unique(wanted, return_inverse=True)
         ends = np.zeros(len(rows), np.int64)
         np.maximum.at(ends, index, lengths)
-        self.tables.store(group, self.tables.get(group).with_trunk(int(lengths.min()) - 1))
-        begins = self.tables.get(group).tokens[rows]
+        table, first = self.tables.get(group), int(lengths.min()) - 1
+        if first < len(table.trunk):
+            self.tables.store(group, table.with_trunk(first))
+        begins = table.tokens[rows]
         tokens = _tokens_between(lineage, rows, begins, ends)
         columns = lengths - 1 - begins[index]
         token_ids, is_cached = np.empty_like(columns), columns < 0

@@ -58,8 +58,8 @@ class Engine(Protocol):
     default 2. An engine that forwards queries to other processes may have an attribute
     `samples_groups`, the maximum number of continuations in a query: it then accepts group
     queries with `sampling`. For other engines, the core submits queries for every token. An
-    engine with an attribute `scored_columns`, the maximum number of rows of a sequence, accepts
-    group queries with `dropped`. On other engines, scores of populations are requests for texts.
+    engine with an attribute `scored_columns`, the maximum number of rows of a sequence,
+    accepts group queries with `dropped`. On others, scores of populations are those of texts.
 
     An engine that stores the state of groups apart from that of single sequences may have a
     method `keep_sequences(generation)`, which is called when other requests may extend the

@@ -12,6 +12,7 @@ from genlm.core.base.errors import ContextLengthError, GenlmError, PopulationErr
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike
 from genlm.core.queries.generations import Integers64
+from genlm.core.queries.member_states import Contexts
 from genlm.core.queries.scored_rows import scored_rows
 from genlm.core.rows.group_reductions import ScoreColumns, TokenColumns
 
@@ -24,9 +25,9 @@ class MemberScores(MemberReductions):
     async def score(self, continuations: ArrayLike) -> torch.Tensor:
         """Return the log-probability of each token of a continuation of each member.
 
-        Engines with `Capability.SCORE` compute all positions of a member in one pass. On hf, mlx
-        and sgl, the scores of all members are one request, and `extend` with the same tokens
-        continues the engine's state of the scored tokens.
+        Engines with `Capability.SCORE` compute all positions of a member in one pass. On hf,
+        mlx and sgl, the scores of all members are one request, and `extend` with the same
+        tokens continues the engine's state of the scored tokens.
 
         Args:
             continuations: Token ids, shape `(n, k)`, with -1 after the end of shorter ones; or
@@ -51,8 +52,11 @@ class MemberScores(MemberReductions):
         counts = (ids >= 0).sum(1)
         if (np.arange(ids.shape[1]) < counts[:, None]).tobytes() != (ids >= 0).tobytes():
             raise ValueError("a continuation has a token after -1; -1 is for its end only")
-        width = self._lm._requests.scored_columns  # noqa: SLF001 - internal to genlm.core.model
-        if not width or not counts.any():
+        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
+        width, has_table = requests.scored_columns, self._has_table
+        if not width or np.count_nonzero(counts) < (
+            1 if has_table else requests.smallest_group
+        ):
             return await self._score_texts(ids)
         self._check_room(counts)
         population: MemberScores = self
@@ -66,13 +70,18 @@ class MemberScores(MemberReductions):
 
     score_sync = blocking(score)
 
+    @property
+    def _has_table(self) -> bool:
+        """Whether the engine has state of the sequences as a group, unless it evicted it."""
+        return not isinstance(self._generation.root.state, Contexts | None)
+
     async def _score_columns(self, ids: Integers64) -> tuple[torch.Tensor, Self]:
         """Return the scores of a few tokens of each member, and the extended population."""
         logprobs = torch.zeros(ids.shape, dtype=torch.float32)
         step = self._step + ids.shape[1]
         if not (ids >= 0).any():
             return logprobs, self._derive(self._generation, self._places, self._finished, step)
-        if self._generation.root.state is None:
+        if not self._has_table:
             # The engine then continues its state of these sequences with all tokens at once.
             members = np.flatnonzero(ids[:, 0] >= 0)
             await self._reduce(TokenColumns(torch.from_numpy(ids[members, :1])), members)

@@ -76,6 +76,7 @@ class Requests:
         self.max_context = engine.max_context
         self.sampled_together: int | None = getattr(engine, "samples_groups", None)
         self.scored_columns: int = getattr(engine, "scored_columns", 0)
+        self.smallest_group: int = getattr(engine, "smallest_group", 2)
         self._leases = leases if hasattr(engine, "release_context") else None
         self._lease = None if self._leases is None else self._leases.lease
         self._recent = RecentSequences()

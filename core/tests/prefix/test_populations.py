@@ -16,7 +16,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, OutputCache, Population, Query, Token, TokenIdError, Vocabulary
+from genlm import (
+    AsyncLM,
+    OutputCache,
+    Population,
+    PopulationError,
+    Query,
+    Token,
+    TokenIdError,
+    Vocabulary,
+)
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult
 from genlm.core.queries.sequence import TokenSequence
@@ -58,14 +67,16 @@ class Model:
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
         values = {}
-        for segment in (one for stage in batch.stages for one in stage):
-            for i, (token, write) in enumerate(
-                zip(segment.tokens, segment.writes, strict=True), segment.past
-            ):
-                known = self._sequence(batch.adapter, segment.slots[:i])
-                self.slots[write] = (batch.adapter, (*known, token))
-                values[int(segment.slots[i])] = (*known, token)
-                tokens += 1
+        for stage in batch.stages:
+            pasts = [self._sequence(batch.adapter, s.slots[: s.past]) for s in stage]
+            for segment, known in zip(stage, pasts, strict=True):
+                for i, (token, write) in enumerate(
+                    zip(segment.tokens, segment.writes, strict=True), segment.past
+                ):
+                    known = (*known, token)
+                    self.slots[write] = (batch.adapter, known)
+                    values[int(segment.slots[i])] = known
+                    tokens += 1
         return self._result(
             batch.adapter, tokens, [values[slot] for slot in batch.wanted.tolist()]
         )
@@ -934,6 +945,7 @@ def test_scores_equal_those_of_texts_in_a_small_cache(data: st.DataObject) -> No
         max_tokens=draw(st.sampled_from([4, 20, 400])),
         max_rows=draw(st.sampled_from([1, 3, 400])),
     )
+    engine.smallest_group = draw(st.sampled_from([1, 4]))
     tokens = st.integers(0, SIZE - 1)
     prompt = st.lists(tokens, min_size=1, max_size=4)
     with (
@@ -973,6 +985,7 @@ def test_scores_equal_those_of_texts_in_a_small_cache(data: st.DataObject) -> No
 
 def test_scores_are_computed_in_one_pass_with_the_tokens_that_sequences_lack() -> None:
     engine = Engine(500, max_tokens=100, max_rows=100)
+    engine.smallest_group = 1
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
 
         def cost(request: Any, *arguments: Any) -> tuple[int, int]:
@@ -991,16 +1004,79 @@ def test_scores_are_computed_in_one_pass_with_the_tokens_that_sequences_lack() -
         scored = start.extend(ids)
         assert cost(scored.next_token_logprobs_sync) == (4, 1)
         assert cost(scored.extend([0, 0, 0, 1]).score_sync, ids) == (3 + 5, 1)
+        same = llm.population([1, 2, 0], 4).extend(ids)
+        drawn = [population.draw_sync(seed=3).token_ids for population in (scored, same)]
+        assert torch.equal(*drawn)
         ids[0] = 1
         changed = start.extend(ids)
         assert changed[0].token_ids == (1, 2, 0, 1, 1, 1)
         assert scored[0].token_ids == (1, 2, 0, 0, 1, 2)
 
 
+def test_scores_of_many_tokens_are_as_few_passes_as_these_tokens() -> None:
+    engine = Engine(500, max_tokens=20, max_rows=20)
+    engine.smallest_group = 1
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+        population = llm.population([[1], [2], [0]]).extend([[0] * 30] * 3)
+        population.draw_sync()
+        before = int(engine.statistics()["forwards"])
+        population.score_sync([[i % 2, i // 2, 1, 0, 1, 2] for i in range(3)])
+        assert int(engine.statistics()["forwards"]) == before + 1  # 15 tokens and 3 again
+        population = population.extend([[0] * 30] * 3)
+        scores = population.score_sync([[2, 1], [0], [1, 0]])
+        assert engine.path._tree.match(None, population[0].sequence)[1] == 31
+        for member, ids, logprobs in zip(
+            population, [[2, 1], [0], [1, 0]], scores, strict=True
+        ):
+            for place, token in enumerate(ids):
+                correct = expected(None, [*member.token_ids, *ids[:place]])[token]
+                torch.testing.assert_close(logprobs[place], correct, rtol=0, atol=1e-6)
+        check(engine)
+
+
+def test_scores_of_full_members_and_failed_passes_name_the_members() -> None:
+    engine = Engine(500, max_tokens=100, max_rows=100)
+    engine.smallest_group, engine.max_context = 1, 4
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+        population = llm.population([1, 2, 0], 3).extend([[1, 2], [0], []])
+        ids = [[], [1], [2, 0]]
+        assert population.score_sync(ids)[0].tolist() == [0, 0]  # one token too many for a row
+        with pytest.raises(PopulationError, match="at most 5 tokens can be scored") as raised:
+            population.score_sync([[], [1, 0], [2, 0, 1]])
+        assert raised.value.members == (1, 2)
+        engine.model.fail = True
+        with pytest.raises(PopulationError) as raised:
+            population.score_sync([[], [0], [2, 1]])
+        assert raised.value.members == (1, 2)
+        engine.model.fail = False
+        population.score_sync([[], [0], [2, 1]])
+        check(engine)
+
+
+def test_tokens_of_a_row_with_gaps_are_separate_segments() -> None:
+    model = Model(10)
+    for slot in range(1, 6):
+        model.slots[slot] = (None, tuple(range(slot)))
+    batch = TableBatch(
+        tokens=np.array([1, 3, 4]),
+        positions=np.array([1, 3, 4]),
+        writes=np.array([0, 0, 5]),
+        trunk=np.array([1]),
+        slots=np.array([[2, 3, 4, 5]], np.int32),
+        rows=np.array([0, 0, 0]),
+        results=np.array([2, 0, 1]),
+    )
+    tree = batch.as_tree(None)
+    assert [[segment.tokens for segment in stage] for stage in tree.stages] == [[[1], [3, 4]]]
+    logits = model(tree).logits.clone()
+    assert torch.equal(logits, model.run_table(batch, None).logits)
+
+
 def test_scores_are_computed_again_after_a_pass_whose_logits_were_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(500, max_tokens=100, max_rows=100)
+    engine.smallest_group = 1
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
         for prompt in ([1], [1, 2, 0]):
             population = llm.population(prompt, 2)

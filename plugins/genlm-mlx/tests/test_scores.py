@@ -49,7 +49,7 @@ def assert_right(
     starts: Sequence[int],
     results: Sequence[TokenScores],
     oracle: Callable[[Ids], torch.Tensor],
-    bound: float = 1e-5,
+    bound: float = 3e-5,
 ) -> None:
     for ids, start, scores in zip(texts, starts, results, strict=True):
         rows = [oracle(ids[:end]).double() for end in range(start, len(ids))]

@@ -88,13 +88,9 @@ class Populations:
 
         All or none of them are continued from tables. If there are too few slots for all
         groups, the oldest populations are computed first, and the rows of the youngest ones are
-        cut for them. The others wait; see `GroupTurns`. Groups with several rows for each
-        sequence are computed one by one.
+        cut for them. The others wait; see `GroupTurns`.
         """
-        if pending[0].dropped is not None:
-            return pending[:1]
         self.tables.collect()
-        pending = [group for group in pending if group.dropped is None]
         groups = oldest_first(pending)
         costs = self._costs(groups)
         self.tables.expect(groups)
@@ -256,8 +252,6 @@ class Populations:
             return torch.cat([logits, self._passes(parts[middle:], run)])
         [(group, places)] = parts
         missing = group.lengths[places] - self.tables.get(group).tokens[group.wanted[places]]
-        if group.dropped is not None:  # the rows of a sequence stay together
-            missing[:] = 1
         order = np.argsort(missing, kind="stable")
         middle = np.searchsorted(missing[order], missing.min(), side="right")
         if middle == len(places):

@@ -369,9 +369,7 @@ class GroupQuery:
     def keep_contexts(self) -> None:
         """Lease the contexts of the sequences, unless the generation has another state."""
         generation, wanted = self.generation, self.wanted
-        if self.dropped is not None:
-            wanted = wanted[self.dropped == 0]
-        if not isinstance(generation.state, Contexts | None):
+        if self.dropped is not None or not isinstance(generation.state, Contexts | None):
             return
         if self.lease is None:
             generation.keep(NO_CONTEXTS)

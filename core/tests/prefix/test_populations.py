@@ -28,6 +28,7 @@ from genlm import (
 )
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult
+from genlm.core.queries.scored_rows import scored_rows
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     ForwardResult,
@@ -981,6 +982,24 @@ def test_scores_equal_those_of_texts_in_a_small_cache(data: st.DataObject) -> No
                 ):
                     correct = expected(None, member.token_ids)
                     torch.testing.assert_close(row, correct, rtol=0, atol=1e-6)
+        assert not engine._has_logged  # no pass failed
+
+
+def test_scores_of_tokens_that_the_tree_contains() -> None:
+    engine = Engine(500)
+    engine.answer(Query(1, (1, 2, 0, 0, 1, 2)))
+    population = Members([(1, 2, 0)])
+    scored = scored_rows(population.generation, population.places, np.array([[0, 1, 2]]))
+    query = GroupQuery(
+        *(2, scored.generation, scored.wanted, scored.row_of, Rows()), dropped=scored.dropped
+    )
+    engine.path.populations.adopt(query, np.arange(3))
+    assert len(engine.tables.find(query).trunk) == 4
+    [rows] = engine.answer(query).columns
+    correct = [expected(None, ids) for ids in [(1, 2, 0), (1, 2, 0, 0), (1, 2, 0, 0, 1)]]
+    torch.testing.assert_close(rows, torch.stack(correct), rtol=0, atol=1e-6)
+    assert not engine._has_logged
+    check(engine)
 
 
 def test_scores_are_computed_in_one_pass_with_the_tokens_that_sequences_lack() -> None:

@@ -178,7 +178,6 @@ class TableBatch:
             writes = self.writes[tokens]
             stages[depth].append(Segment(self.tokens[tokens].tolist(), slots, writes))
             depths.update(dict.fromkeys(writes.tolist(), depth))
-            depths.pop(SCRATCH_SLOT, None)
         wanted = self.slots[rows[self.results], positions[self.results] - trunk]
         return TreeBatch(adapter, stages, wanted.astype(np.int64))
 

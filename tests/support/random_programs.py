@@ -195,10 +195,12 @@ class _Program:
             scores[places] = -torch.inf
 
     async def _score(self) -> None:
-        """Score continuations of members, and a whole text; continue some of the scored ones."""
+        """Score continuations of members, which may be continued, and a whole text."""
         population = self._population
         room = self._most_tokens + 3 - int(population.lengths.max())
-        added = np.abs(self._tokens(len(population), min(room, self._random.choice([1, 3, 10]))))
+        added = np.abs(
+            self._tokens(len(population), min(room, self._random.choice([1, 3, 10])))
+        )
         scores = await population.score(added)
         for context, ids, logprobs in zip(
             population, added.tolist(), scores.tolist(), strict=True

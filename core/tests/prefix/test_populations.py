@@ -70,7 +70,8 @@ class Model:
         values = {}
         for stage in batch.stages:
             pasts = [self._sequence(batch.adapter, s.slots[: s.past]) for s in stage]
-            for segment, known in zip(stage, pasts, strict=True):
+            for segment, past in zip(stage, pasts, strict=True):
+                known = past
                 for i, (token, write) in enumerate(
                     zip(segment.tokens, segment.writes, strict=True), segment.past
                 ):

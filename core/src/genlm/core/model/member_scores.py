@@ -77,7 +77,7 @@ class MemberScores(MemberReductions):
 
     async def _score_columns(self, ids: Integers64) -> tuple[torch.Tensor, Self]:
         """Return the scores of a few tokens of each member, and the extended population."""
-        logprobs = torch.zeros(ids.shape, dtype=torch.float32)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         step = self._step + ids.shape[1]
         if not (ids >= 0).any():
             return logprobs, self._derive(self._generation, self._places, self._finished, step)
@@ -96,7 +96,7 @@ class MemberScores(MemberReductions):
 
     async def _score_texts(self, ids: Integers64) -> torch.Tensor:
         """Return the scores of continuations from requests for the text of each member."""
-        logprobs = torch.zeros(ids.shape, dtype=torch.float32)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         counts = (ids >= 0).sum(axis=1)
         members = np.flatnonzero(counts).tolist()
         contexts = [self._context(member) for member in members]

@@ -203,7 +203,12 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
                 print("closed", flush=True)
 
         engine = Announcing()
-        llm = AsyncLM(lambda: engine)
+
+        def build():
+            atexit.register(print, "library", flush=True)  # as when Ray is imported
+            return engine
+
+        llm = AsyncLM(build)
         engine.hold()
 
         def ask():
@@ -227,7 +232,7 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     status = 3 if ending else 0
     done = run_code(program + ending, support, status=status, timeout=TIMEOUT_S)
     assert done.stderr == ""
-    assert done.stdout.split() == ["told", "closed"]
+    assert done.stdout.split() == ["told", "closed", "library"]
 
 
 @pytest.mark.parametrize("method", ["close", "statistics"])

@@ -89,6 +89,9 @@ class Scheduler(Generic[EngineT]):
             self._worker.stop(_closed_error())
             raise
         _live_workers.add(self._worker)
+        # Called before the exit handlers of libraries that the engine uses, such as Ray's.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self.release: Callable[[Any], None] = self._worker.release
         # If the scheduler is dropped without `close`, the thread must end.
         stop = functools.partial(self._worker.stop, _closed_error())
@@ -305,7 +308,6 @@ def _closed_error() -> EngineClosedError:
 _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     workers = list(_live_workers)
     for worker in workers:

@@ -235,6 +235,20 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     assert done.stdout.split() == ["told", "closed", "library"]
 
 
+def test_an_exit_handler_may_close_a_model_that_the_exit_has_closed(pytestconfig):
+    program = textwrap.dedent("""
+        import atexit, sys
+        atexit.register(lambda: llm.close())  # registered before the model is loaded
+        sys.path.insert(0, sys.argv[1])
+        from scripted import ScriptedEngine
+        from genlm import AsyncLM
+
+        llm = AsyncLM(ScriptedEngine)
+    """)
+    support = str(pytestconfig.rootpath / "tests/support")
+    assert run_code(program, support, timeout=TIMEOUT_S).stderr == ""
+
+
 @pytest.mark.parametrize("method", ["close", "statistics"])
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
 def test_an_engine_that_raises_while_it_is_closed_ends(start, method, error, caplog):

@@ -239,8 +239,15 @@ class Worker:
         self.ended.set()  # or the exit of the forked process would wait for the thread
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has ended; return at once if called on that thread."""
-        if not self.runs_here:
+        """Wait until the thread has ended, or the engine is closed while the process exits.
+
+        The method returns at once if it is called on that thread.
+        """
+        if self.runs_here:
+            return
+        if self.is_exiting:
+            self.ended.wait(timeout_s)
+        else:
             self._thread.join(timeout_s)
 
     def statistics(self) -> SchedulerStatistics:

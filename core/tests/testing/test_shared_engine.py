@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
+from contextlib import nullcontext
 
 import pytest
+from programs import run_code
+from scripted import TIMEOUT_S
 from scripted_target import CertifiedEngine, scripted_target
 
 from genlm import EngineClosedError
@@ -57,7 +61,9 @@ def target():
 
 
 @pytest.mark.parametrize("raises", ["__init__", "close"])
-def test_an_engine_that_cannot_be_built_or_closed_leaves_no_thread_behind(raises) -> None:
+def test_an_engine_that_cannot_be_built_or_closed_leaves_no_thread_behind(
+    raises, caplog
+) -> None:
     threads = []
 
     def fail(*_):
@@ -65,10 +71,32 @@ def test_an_engine_that_cannot_be_built_or_closed_leaves_no_thread_behind(raises
         raise OSError("no")
 
     broken = type("Broken", (CertifiedEngine,), {raises: fail})
-    with pytest.raises(OSError, match="no"):
+    is_built = raises == "close"
+    with nullcontext() if is_built else pytest.raises(OSError, match="no"):
         SharedEngine(broken).close()
+    assert ("closing the engine raised" in caplog.text) == is_built
     threads[0].join(30)
     assert not threads[0].is_alive()
+
+
+def test_an_exit_closes_the_engine_and_its_models(pytestconfig) -> None:
+    program = textwrap.dedent("""
+        import atexit, sys
+        from genlm.testing.shared_engine import SharedEngine
+        atexit.register(SharedEngine.close_current)  # before the target is loaded
+        sys.path.insert(0, sys.argv[1])
+        from scripted_target import CertifiedEngine, scripted_target
+
+        class Announcing(CertifiedEngine):
+            def close(self):
+                print("closed", flush=True)
+
+        target = scripted_target(build=Announcing, shared=True)
+        models = [target.load() for _ in range(20)]
+        models[0].next_token_logprobs_sync([1])
+    """)
+    done = run_code(program, str(pytestconfig.rootpath / "tests/support"), timeout=TIMEOUT_S)
+    assert (done.stdout, done.stderr) == ("closed\n", "")
 
 
 def test_an_adapter_that_one_model_removed_is_loaded_again_for_the_next() -> None:

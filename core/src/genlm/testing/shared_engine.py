@@ -8,6 +8,7 @@ shared engine is open at a time, because some libraries allow one engine per pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ class SharedEngine:
 
     Attributes:
         current: Key and engine that are open, if there is one.
-        closed: Whether `close` was called; models of the engine can then only be closed.
 
     Raises:
         Exception: The exception that `build` raised.
@@ -52,27 +52,29 @@ class SharedEngine:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._owners: dict[int, EngineHandle] = {}  # by query id, unique in this process
         self._adapters: dict[str, str] = {}
-        self.closed = False
-        # The scheduler provides the thread, and calls no method of the engine.
-        self._thread = Scheduler(
-            lambda: SimpleNamespace(shared=build(), close=lambda: None),
-            name="genlm-testing-engine",
-        )
+
+        def build_shared() -> SimpleNamespace:
+            engine = build()
+            return SimpleNamespace(shared=engine, close=engine.close)
+
+        # The scheduler provides the thread; the only method of the engine it calls is `close`.
+        self._thread = Scheduler(build_shared, name="genlm-testing-engine")
         self.engine: Engine = self._thread.engine.shared
         # The adapters built into the model, without those that `add_adapter` loads.
         self.built_in_adapters = tuple(getattr(self.engine, "adapters", ()))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed; its models can then only be closed."""
+        return self._thread.closed
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call a function on the engine's thread and wait; does nothing after `close`."""
         return None if self.closed else self._thread.run(lambda _: function())
 
     def close(self) -> None:
-        """Close the engine and end its thread."""
-        try:
-            self.call(self.engine.close)
-        finally:
-            self.closed = True
-            self._thread.close()
+        """Close the engine and end its thread; an exception of the engine is logged."""
+        self._thread.close()
 
     # -- on the engine's thread -------------------------------------------------------
 
@@ -157,7 +159,8 @@ class EngineHandle:
 
     def close(self) -> None:
         """Abort this model's queries; the engine stays open."""
-        self._shared.call(lambda: self._shared.abort_all(self))
+        with suppress(EngineClosedError):  # when the process exits, all are closed at once
+            self._shared.call(lambda: self._shared.abort_all(self))
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """The engine's statistics, summed over all models."""

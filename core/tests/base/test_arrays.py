@@ -13,7 +13,7 @@ from scripted import ScriptedEngine
 import genlm
 import genlm.constraints
 import genlm.smc
-from genlm.core.base.arrays import host_array
+from genlm.core.base.arrays import host_array, ranges
 
 IDS = np.array([1, 2, 0, 1])
 NUMBERS = np.array([0.5, 1.0, 2.0, 1.5])
@@ -139,3 +139,10 @@ def test_a_complex_bias_is_refused(llm: genlm.AsyncLM) -> None:
     for bias in (torch.ones(4, dtype=torch.complex64), np.ones(4, np.complex64)):
         with pytest.raises(TypeError, match=r"bias has values of type .*complex64"):
             llm.population([1], 4).draw_sync(bias=bias)
+
+
+def test_ranges_are_concatenated() -> None:
+    counts = np.array([2, 0, 3])
+    assert ranges(np.array([5, 9, 0]), counts).tolist() == [5, 6, 0, 1, 2]
+    assert ranges(0, counts).tolist() == [0, 1, 0, 1, 2]
+    assert ranges(0, counts[:0]).tolist() == []

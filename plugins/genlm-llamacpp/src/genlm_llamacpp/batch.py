@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genlm.plugin import ranges
+
 Integers = NDArray[np.int64]
 
 _Ints = NDArray[np.int32]
@@ -161,13 +163,6 @@ def _entries(rows: Extensions, *, shared: bool) -> Integers:
         target, source = offsets[row], offsets[before]
         entries[target : target + common[row]] = entries[source : source + common[row]]
     return entries
-
-
-def ranges(begins: Integers, counts: Integers) -> Integers:
-    """Concatenate the ranges that begin at `begins` and have `counts` elements."""
-    ends = np.cumsum(counts)
-    indices: Integers = np.arange(ends[-1]) + np.repeat(begins - ends + counts, counts)
-    return indices
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from genlm.plugin import (
     Query,
     TokenSequence,
     check_query,
+    ranges,
 )
 from genlm.prefix import PieceScores
 from genlm_llamacpp.adapters import Adapters
@@ -28,7 +29,6 @@ from genlm_llamacpp.batch import (
     Logits,
     TokenBatch,
     build_batch,
-    ranges,
 )
 from genlm_llamacpp.context import CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import CacheDivision

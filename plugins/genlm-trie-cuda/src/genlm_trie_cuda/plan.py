@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.plugin import TrieLayout
+from genlm.plugin import TrieLayout, ranges
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,7 @@ class TreePlan:
         by_count = np.argsort(-count, kind="stable")
         new_index = np.empty(len(lo), dtype=np.int64)
         new_index[by_count] = np.arange(len(lo))
-        piece_number = np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count)
+        piece_number = ranges(0, count)
         by_number = np.lexsort((new_index[interval], piece_number))
         rank_of = np.empty(n, dtype=np.int64)
         rank_of[order] = np.arange(n)

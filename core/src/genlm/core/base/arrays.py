@@ -1,4 +1,4 @@
-"""Conversion of arguments, arrays and tensors, to numpy arrays in main memory."""
+"""Conversion of arguments, arrays and tensors, to numpy arrays in main memory; index ranges."""
 
 from __future__ import annotations
 
@@ -54,6 +54,22 @@ def signed_index(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.dtype == np.uint64:
         array = np.minimum(array, np.uint64(np.iinfo(np.int64).max)).astype(np.int64)
     return array if array.size else array.astype(np.int64)
+
+
+def ranges(
+    begins: npt.NDArray[np.integer[Any]] | int, counts: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.int64]:
+    """Concatenate the ranges of integers that begin at `begins` and have `counts` elements.
+
+    Args:
+        begins: First element of each range, shape `(n,)`, or one number for all ranges.
+        counts: Shape `(n,)`.
+    """
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    indices: npt.NDArray[np.int64]
+    indices = np.arange(total) + np.repeat(begins - ends + counts, counts)
+    return indices
 
 
 def check_readable(tensor: Any, argument: str) -> None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.arrays import ranges
+
 END_OF_TEXT = 256
 """The symbol that ends a document, and precedes its first byte as history."""
 
@@ -100,7 +102,7 @@ class NgramModel:
             distinct = end - first
             share = 1 / (level.cumulative[end] - level.cumulative[first] + distinct)
             rows[indices] *= (distinct * share)[:, None]
-            pairs = _ranges(first, distinct)
+            pairs = ranges(first, distinct)
             symbols = level.pair_keys[pairs] % SYMBOLS
             counts = level.cumulative[pairs + 1] - level.cumulative[pairs]
             rows[np.repeat(indices, distinct), symbols] += counts * np.repeat(share, distinct)
@@ -156,13 +158,6 @@ def _find(ascending: Ints, keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Return the position of each key, and whether it exists (if not, any position)."""
     positions = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     return positions, ascending[positions] == keys
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return the concatenation of `arange(start, start + length)` of all pairs."""
-    before = np.cumsum(lengths) - lengths
-    ranges: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-    return ranges
 
 
 def exact_row(documents: Sequence[bytes], context: Sequence[int], order: int) -> Floats:

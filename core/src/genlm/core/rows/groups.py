@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from genlm.core.base.arrays import ranges
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_identity
@@ -235,7 +236,5 @@ class GroupWork:
             return places, np.arange(len(places))
         begins = self._bounds[places]
         counts = self._bounds[places + 1] - begins
-        ends = np.cumsum(counts)
         row_of = np.repeat(np.arange(len(places)), counts)
-        within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
-        return self._by_row[np.repeat(begins, counts) + within], row_of
+        return self._by_row[ranges(begins, counts)], row_of

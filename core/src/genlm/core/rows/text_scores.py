@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from genlm.core.base.arrays import ranges
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError, GenlmError
 from genlm.core.queries.generations import Integers64
@@ -91,9 +92,7 @@ class PieceScores:
         begins = np.searchsorted(self._keys, keys, "left")
         counts = np.searchsorted(self._keys, keys, "right") - begins
         rows = np.repeat(np.arange(len(keys)), counts)
-        # The targets of each key follow each other.
-        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        members = self._members[np.repeat(begins, counts) + offsets]
+        members = self._members[ranges(begins, counts)]
         self._is_added[members] = True
         logits = logits.detach()
         scored = self._scored[members]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.base.arrays import ranges
 from genlm.core.base.errors import VocabularyError
 from genlm.core.trie.symbols import Symbols, sorted_order
 
@@ -103,9 +104,8 @@ class TrieLayout:
         covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
         start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
         ends = np.concatenate([[0], np.cumsum(sizes)])
-        ranks = np.repeat(start - ends[:-1], sizes) + np.arange(ends[-1])
         return (
-            ranks,
+            ranges(start, sizes),
             ends[np.searchsorted(start, lo)],
             ends[np.searchsorted(start, hi)],
         )

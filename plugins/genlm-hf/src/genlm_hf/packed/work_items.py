@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from genlm.plugin import ranges
 from genlm.prefix import SCRATCH_SLOT
 from genlm_hf.packed.plan import Integers, PackedPlan
 
@@ -114,7 +115,7 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
     sizes = prefixes + counts * longest
     begins, first = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
     tiles = np.where(prefixes > 0, -(-counts // tile), 0)
-    owner, done = np.repeat(np.arange(len(tiles)), tiles), tile * _count_up(tiles)
+    owner, done = np.repeat(np.arange(len(tiles)), tiles), tile * ranges(0, tiles)
     prefix_items = _stack_fields(
         first[owner] + done,
         np.minimum(tile, counts[owner] - done),
@@ -127,7 +128,7 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
     suffix_items = _stack_fields(
         np.arange(len(owner)),
         1,
-        begins[owner] + prefix + longest[owner] * _count_up(counts),
+        begins[owner] + prefix + longest[owner] * ranges(0, counts),
         plan.positions[: len(owner)] + 1 - prefix,
         prefix,
     )
@@ -162,20 +163,20 @@ def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
     Padding query tokens write to the scratch slot and belong to no work item; padding work
     items have neither query tokens nor slots. Slots, the last section, are not padded.
     """
-    ranges = sections(size)
-    numbers = np.zeros(ranges.slots.start + len(items.slots), np.int64)
-    numbers[ranges.writes] = SCRATCH_SLOT
+    parts = sections(size)
+    numbers = np.zeros(parts.slots.start + len(items.slots), np.int64)
+    numbers[parts.writes] = SCRATCH_SLOT
     offsets, rows = _partial_results(items, size)
-    numbers[ranges.offsets] = offsets
+    numbers[parts.offsets] = offsets
     for section, values in (
-        (ranges.tokens, plan.tokens),
-        (ranges.positions, plan.positions),
-        (ranges.writes, plan.writes),
-        (ranges.results, plan.results),
-        (ranges.rows, rows),
-        (ranges.prefix_items, items.prefix_items.reshape(-1)),
-        (ranges.suffix_items, items.suffix_items.reshape(-1)),
-        (ranges.slots, items.slots),
+        (parts.tokens, plan.tokens),
+        (parts.positions, plan.positions),
+        (parts.writes, plan.writes),
+        (parts.results, plan.results),
+        (parts.rows, rows),
+        (parts.prefix_items, items.prefix_items.reshape(-1)),
+        (parts.suffix_items, items.suffix_items.reshape(-1)),
+        (parts.slots, items.slots),
     ):
         numbers[section.start : section.start + len(values)] = values
     return numbers
@@ -189,7 +190,7 @@ def _partial_results(items: WorkItems, size: StepSize) -> tuple[Integers, Intege
         token by token.
     """
     counts = items.prefix_items[:, 1]
-    within = _count_up(counts)
+    within = ranges(0, counts)
     tokens = np.concatenate(
         [np.repeat(items.prefix_items[:, 0], counts) + within, items.suffix_items[:, 0]]
     )
@@ -219,19 +220,12 @@ def _split_items(items: Integers) -> Integers:
     lengths = items[:, 3]
     max_length = -(-int(lengths.max()) // (cuts * _KEYS)) * _KEYS
     pieces = -(-lengths // max_length)
-    skipped = _count_up(pieces) * max_length
+    skipped = ranges(0, pieces) * max_length
     split = np.repeat(items, pieces, axis=0)
     split[:, 2] += skipped
     split[:, 3] = np.minimum(split[:, 3] - skipped, max_length)
     split[:, 4] += skipped
     return split
-
-
-def _count_up(counts: Integers) -> Integers:
-    """Return the concatenation of `arange(count)` of all counts."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) - np.repeat(ends - counts, counts)
 
 
 def _padded_tokens(count: int) -> int:

@@ -26,6 +26,7 @@ from constrained_model import (
 
 import genlm
 from genlm.constraints import Automaton, Python, predicate
+from genlm.constraints.rejection import Search
 from genlm.core.base.blocking import run_blocking
 from genlm.core.rows.row_weights import RowWeights
 from genlm.smc import steer_sync
@@ -71,7 +72,7 @@ def searched(
         prepare=lambda token_ids, after: None,
     )
     population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
-    search = predicate._Search(constraint, population)
+    search = Search(constraint, population)
     search.weights = RowWeights((size, count))
     result = None
     for k in (first, count + 1):

@@ -15,7 +15,8 @@ from constrained_model import SmallEngine
 from scripted import TIMEOUT_S
 
 import genlm
-from genlm.constraints import Python, predicate
+from genlm.constraints import Python
+from genlm.constraints.rejection import Search
 from genlm.core.base.blocking import off_loop, run_blocking
 
 PROMPT, SIZE = (2,), 6
@@ -88,14 +89,14 @@ def test_the_error_of_a_function_is_the_callers(llm, error):
 
 
 def test_a_cancelled_draw_ends_after_the_present_call_and_keeps_nothing(llm):
-    searches: weakref.WeakSet[predicate._Search] = weakref.WeakSet()
+    searches: weakref.WeakSet[Search] = weakref.WeakSet()
 
     @contextmanager
     def recorded() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            first = predicate._Search.__init__
+            first = Search.__init__
             patch.setattr(
-                predicate._Search,
+                Search,
                 "__init__",
                 lambda search, *arguments: (searches.add(search), first(search, *arguments))[1],
             )

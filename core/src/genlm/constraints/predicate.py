@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genlm.constraints.automaton import utf8
 from genlm.constraints.protocol import (
@@ -23,7 +22,7 @@ from genlm.constraints.protocol import (
     Language,
     attribute_values,
 )
-from genlm.constraints.rejection import above_0, log_mass_ratios
+from genlm.constraints.rejection import Search, above_0
 from genlm.constraints.states import (
     DEAD,
     FINISHED,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from genlm.core.model.members import ArrayLike
     from genlm.core.model.population import Population
     from genlm.core.rows.row_masks import MasksLike
-    from genlm.core.rows.row_weights import RowWeights
 
 T = TypeVar("T")
 Texts: TypeAlias = npt.NDArray[np.object_]
@@ -54,8 +52,6 @@ Texts: TypeAlias = npt.NDArray[np.object_]
 _FIRST_DRAWS = 8
 """Number of tokens drawn in the first round of the first step. Each further round draws four
 times as many; the first round of a later step draws as many as the step before needed."""
-_MAX_FIRST_DRAWS = 32
-"""Maximum number of tokens drawn in the first round of a step."""
 
 
 class Python(Language):
@@ -135,7 +131,7 @@ class Python(Language):
         texts = np.empty(size, object)
         texts.fill(bytes(text))
         tokens = text_tokens.get(llm.vocabulary, stop)
-        return _PythonConstraint(self, tokens, within, texts, first_states(size))
+        return PythonConstraint(self, tokens, within, texts, first_states(size))
 
     def __reduce__(self) -> Any:
         create = functools.partial(
@@ -175,7 +171,7 @@ def _verdict(function: Callable[[bytes], object], text: bytes) -> bool:
         ) from error
 
 
-class _PythonConstraint(StateConstraint):
+class PythonConstraint(StateConstraint):
     """The texts of members, and the constraint from whose masks tokens are drawn.
 
     The states distinguish only live, dead and finished members.
@@ -216,13 +212,13 @@ class _PythonConstraint(StateConstraint):
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         return self.within._draw_masks()  # noqa: SLF001 - of the same package
 
-    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _PythonConstraint:
+    def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> PythonConstraint:
         """Append tokens to the texts. Tokens that were tested are not tested again."""
         return self.with_tokens(token_ids, self.first_draws, are_drawn=are_drawn)
 
     def with_tokens(
         self, ids: Integers64, first_draws: int, *, are_drawn: bool
-    ) -> _PythonConstraint:
+    ) -> PythonConstraint:
         """Append tokens to the texts; the next step draws `first_draws` tokens at first."""
         within = self.within.advance(ids)
         is_new = (ids >= 0) & (self.states == LIVE)
@@ -242,7 +238,7 @@ class _PythonConstraint(StateConstraint):
         for member in np.flatnonzero(is_over & (states == LIVE)).tolist():
             with self.language.lock:
                 states[member] = FINISHED if _verdict(complete, texts[member]) else DEAD
-        return _PythonConstraint(
+        return PythonConstraint(
             self.language, self.tokens, within, texts, states, first_draws=first_draws
         )
 
@@ -281,9 +277,9 @@ class _PythonConstraint(StateConstraint):
                     flags.append(flag)
         return np.array(flags, np.bool_).reshape(token_ids.shape)
 
-    def __getitem__(self, ancestors: Any) -> _PythonConstraint:
+    def __getitem__(self, ancestors: Any) -> PythonConstraint:
         index = member_index(ancestors)
-        return _PythonConstraint(
+        return PythonConstraint(
             self.language,
             self.tokens,
             self.within[index],
@@ -308,7 +304,7 @@ class _PythonConstraint(StateConstraint):
         """
         self._check_size(population)
         options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
-        search = _Search(self, population)
+        search = Search(self, population)
         masks, index = self._draw_masks()
         seed = secrets.randbits(63) if seed is None else seed
         take: Callable[[DrawnTokens], Any] = search.take
@@ -333,123 +329,3 @@ class _PythonConstraint(StateConstraint):
             search.is_cancelled = True
         drawn: DrawnTokens = result
         return drawn
-
-
-class _Tests(NamedTuple):
-    """Test results of the draws of M members.
-
-    Attributes:
-        is_accepted: Whether each draw is accepted, shape `(m, k)`; False if it is not tested.
-        place: Place of the first accepted draw, shape `(m,)`; -1 if no draw is accepted.
-        extra: Number of draws after it that the estimate uses, shape `(m,)`.
-        unfinished: Places, among the M members, of those that need more draws.
-    """
-
-    is_accepted: Flags
-    place: Integers64
-    extra: Integers64
-    unfinished: Integers64
-
-
-class _Search:
-    """The draws of one step for all members, until each has an accepted token.
-
-    Attributes:
-        is_over: Whether a member needs no further draw.
-        is_cancelled: Whether the draw was cancelled.
-        weights: Temperatures and biases of the draws of all members.
-    """
-
-    weights: RowWeights
-
-    def __init__(self, constraint: _PythonConstraint, population: Population) -> None:
-        self.is_cancelled = False
-        self._constraint = constraint
-        self._tested = 0  # draws of each member that is not over
-        self._needed = 0  # draws of the member that needed most of them
-        states = constraint.states
-        is_active = ~population.finished.numpy() & (states != FINISHED)
-        self.is_over: Flags = ~is_active | (states == DEAD)
-        # The columns of the result; a member without a token keeps these values.
-        self._token_ids = np.full(len(is_active), -1)
-        self._logprobs = np.where(is_active, -np.inf, 0.0)
-        self._log_mass, self._draw_logprobs = self._logprobs.copy(), np.zeros(len(is_active))
-
-    def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
-        """Test the draws of members that are not over, in order.
-
-        Args:
-            drawn: Draws without replacement, which begin with those passed before.
-
-        Returns:
-            The accepted tokens with their weights, for which `advance` is prepared; None if a
-            member needs more draws.
-        """
-        constraint, minimum = self._constraint, 1 + self._constraint.language.extra_draws
-        members = np.flatnonzero(~self.is_over)
-        tests = self._tests(members, drawn.token_ids.numpy()[members])
-        self._tested = drawn.token_ids.shape[1]
-        self._needed = max(self._needed, int(tests.place.max(initial=-1)) + minimum)
-        self.is_over[np.delete(members, tests.unfinished)] = True
-        self._store(members, drawn, tests)
-        if tests.unfinished.size:
-            return None
-        first_draws = min(self._needed, _MAX_FIRST_DRAWS)
-        columns = self._logprobs, self._log_mass, self._draw_logprobs
-        accepted = DrawnTokens(
-            torch.from_numpy(self._token_ids),
-            *(torch.from_numpy(column).float() for column in columns),
-        )
-        ids = self._token_ids.copy()
-        constraint.prepare(ids, constraint.with_tokens(ids, first_draws, are_drawn=True))
-        return accepted
-
-    def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:
-        """Test draws of members in order, until each has an accepted draw and an estimate."""
-        count, constraint = token_ids.shape[1], self._constraint
-        is_accepted = np.zeros(token_ids.shape, np.bool_)
-        place = np.full(len(members), -1)
-        extra = np.full(len(members), constraint.language.extra_draws)
-        unfinished, done = np.arange(len(members)), 0
-        while done < count and unfinished.size and not self.is_cancelled:
-            # An estimate uses at least the first draws.
-            minimum = min(1 + constraint.language.extra_draws, count)
-            end = max(minimum, self._tested, done + 1)
-            is_accepted[unfinished, done:end] = constraint.test_tokens(
-                members[unfinished], token_ids[unfinished, done:end], lambda: self.is_cancelled
-            )
-            done = end
-            new = unfinished[(place[unfinished] < 0) & is_accepted[unfinished].any(1)]
-            place[new] = is_accepted[new].argmax(1)
-            # If draws are available, the estimate uses no further round.
-            available = count - 1 - place[new]
-            extra[new] = np.where(available > 0, np.minimum(extra[new], available), extra[new])
-            is_complete = (place[unfinished] >= 0) & (
-                place[unfinished] + extra[unfinished] < done
-            )
-            is_last = token_ids[unfinished, done - 1] < 0
-            unfinished = unfinished[~(is_complete | is_last)]
-        return _Tests(is_accepted, place, extra, unfinished)
-
-    def _store(self, members: Integers64, drawn: DrawnTokens, tests: _Tests) -> None:
-        """Set the columns of members that have an accepted token and need no further draw."""
-        is_drawn = tests.place >= 0
-        is_drawn[tests.unfinished] = False
-        members, place = members[is_drawn], tests.place[is_drawn]
-        token_ids = drawn.token_ids.numpy()[members]
-        draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
-        logprobs = drawn.logprobs.numpy()[members].astype(np.float64)
-        # No token, -1, has the log-probability -inf, whatever the bias of token 0.
-        biased = logprobs + self.weights.token_biases(members, np.maximum(token_ids, 0))
-        ratios = log_mass_ratios(
-            biased / self.weights.temperatures[members, None],
-            draw_logprobs,
-            tests.is_accepted[is_drawn],
-            place,
-            tests.extra[is_drawn],
-        )
-        accepted = np.arange(len(members)), place
-        self._token_ids[members] = token_ids[accepted]
-        self._logprobs[members] = logprobs[accepted]
-        self._log_mass[members] = biased[accepted] + ratios
-        self._draw_logprobs[members] = -ratios

@@ -153,7 +153,6 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "llama_vocab_eos": (_i32, _pointer),
     "llama_tokenize": (_i32, _pointer, _text, _i32, _pointer, _i32, _bool, _bool),
     "llama_token_to_piece": (_i32, _pointer, _i32, _pointer, _i32, _i32, _bool),
-    "llama_memory_clear": (None, _pointer, _bool),
     "llama_memory_seq_rm": (_bool, _pointer, _i32, _i32, _i32),
     "llama_memory_seq_cp": (None, _pointer, _i32, _i32, _i32, _i32),
     "llama_memory_seq_pos_min": (_i32, _pointer, _i32),

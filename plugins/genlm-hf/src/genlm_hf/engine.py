@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -100,6 +100,7 @@ class HFEngine(PrefixEngine):
     }
 
     _adapters: Adapters
+    _evaluation = ExitStack()  # restores the modes of a model object in `close`
     _weights: WeightVersions | None = None  # of a model object
     _weight_version = WeightVersion()  # with which the cached tokens were computed
 
@@ -178,15 +179,12 @@ class HFEngine(PrefixEngine):
             self_test=self_test,
         )
         engine = cls.__new__(cls)
-        training_modules = [module for module in model.modules() if module.training]
-        try:
+        with ExitStack() as evaluation:
+            evaluation.enter_context(_evaluation_mode(model))
             engine._serve(  # noqa: SLF001 - the same class
                 model, tokenizer, serving, prepack=prepack, cuda_graphs=cuda_graphs
             )
-        except BaseException:
-            for module in training_modules:
-                module.training = True
-            raise
+            engine._evaluation = evaluation.pop_all()  # noqa: SLF001
         engine._watch_weights()  # noqa: SLF001
         return engine
 
@@ -201,8 +199,6 @@ class HFEngine(PrefixEngine):
     ) -> None:
         adapters = Adapters(model)
         model = adapters.model
-        self._training_modules = [module for module in model.modules() if module.training]
-        model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config.get_text_config())
         rows = embedding_rows(model) or self.vocabulary.size
@@ -265,9 +261,10 @@ class HFEngine(PrefixEngine):
     @contextmanager
     def activate(self, adapter: str | None) -> Iterator[None]:
         """Prepare forward passes: evaluation mode, an adapter, and prepacked weights."""
+        model = self._served.model
         with (
             current_device(self._served.device),
-            _evaluation_mode(self._served.model),
+            _evaluation_mode(model) if model.training else nullcontext(),
             super().activate(adapter),
             self._prepacked.activate(),
         ):
@@ -316,9 +313,8 @@ class HFEngine(PrefixEngine):
         self._weights = None
         super().close()
         adapters.unload()
-        for module in self._training_modules:
-            module.training = True
-        del adapters, self._training_modules, self._prepacked, self._served, self._kernels
+        self._evaluation.close()
+        del adapters, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
 
@@ -358,10 +354,7 @@ class HFEngine(PrefixEngine):
 
 @contextmanager
 def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Use evaluation mode within the context, also if the caller has called `model.train()`."""
-    if not model.training:  # nearly always
-        yield
-        return
+    """Use evaluation mode within the context."""
     modules = [module for module in model.modules() if module.training]
     model.eval()
     try:

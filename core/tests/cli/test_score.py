@@ -209,6 +209,15 @@ def test_an_output_that_cannot_be_computed_leaves_no_file(tmp_path: Path) -> Non
     assert not output.exists()
 
 
+def test_texts_that_are_too_long_are_named_by_their_lines() -> None:
+    lines = "bcdef\nbcdefg\nb\nbcdefgh"
+    result = score("-", "--options", '{"max_context": 5}', stdin=lines)
+    assert result.exit_code == 2
+    output = " ".join(result.output.replace("│", "").split())
+    assert "line 2 has 7 tokens, and the model scores 6 at most" in output
+    assert "lines that are too long: 2. Split the text, or pass --stride" in output
+
+
 def test_the_longest_text_that_the_model_scores_is_scored() -> None:
     [result] = scores("--options", '{"max_context": 5}', stdin="bcdef")
     assert result["tokens"] == 5

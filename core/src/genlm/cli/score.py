@@ -24,7 +24,7 @@ from genlm.cli.arguments import (
 )
 from genlm.cli.output import borderless_table, finite, output_console
 from genlm.cli.text_file import LineOfText, texts_of
-from genlm.core.base.errors import GenlmError
+from genlm.core.base.errors import ContextLengthError, GenlmError
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
@@ -151,14 +151,20 @@ def score(
             raise bad_value("--output", f"{output!r} is FILE, whose texts would be lost")
     with load(model, backend, load_options) as llm:
         encoded = _encode_texts(llm, texts)
-        _check_lengths(encoded, texts, llm.max_context, stride)
         _warn_of_changed_texts(llm, encoded, texts)
-        rows = llm.batch_score_sync(
-            [item.ids for item in encoded],
-            [item.start for item in encoded],
-            stride=stride,
-            progress=Console(stderr=True).is_terminal,
-        )
+        try:
+            rows = llm.batch_score_sync(
+                [item.ids for item in encoded],
+                [item.start for item in encoded],
+                stride=stride,
+                progress=Console(stderr=True).is_terminal,
+            )
+        except ContextLengthError as error:
+            raise bad_value("FILE", _length_problem(error, texts)) from error
+        except GenlmError:
+            raise
+        except ValueError as error:
+            raise bad_value("--stride", str(error)) from error
         vocabulary = llm.vocabulary if tokens else None
         scores = [
             _score_text(text, item, logprobs.tolist(), vocabulary)
@@ -218,32 +224,14 @@ def _shortened(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
-def _check_lengths(
-    encoded: Sequence[_EncodedText],
-    texts: Sequence[LineOfText],
-    max_context: int | None,
-    stride: int | None,
-) -> None:
-    """Raise an error for texts that the model cannot score, or a stride that is too long."""
-    if max_context is None:
-        return
-    if stride is not None:
-        if stride > max_context:
-            raise bad_value(
-                "--stride", f"{stride:,}: the context of the model is {max_context:,}"
-            )
-        return
-    limit = max_context + 1
-    lengths = ((text.line, len(item.ids)) for text, item in zip(texts, encoded, strict=True))
-    long = [(line, length) for line, length in lengths if length > limit]
-    if long:
-        line, length = long[0]
-        total = f"; lines that are too long: {len(long)}" if len(long) > 1 else ""
-        raise bad_value(
-            "FILE",
-            f"line {line} has {length:,} tokens, and the model scores {limit:,} at most"
-            f"{total}. Split the text, or pass --stride",
-        )
+def _length_problem(error: ContextLengthError, texts: Sequence[LineOfText]) -> str:
+    """Describe the texts that are too long for the model."""
+    count = len(error.places)
+    total = f"; lines that are too long: {count}" if count > 1 else ""
+    return (
+        f"line {texts[error.places[0]].line} has {error.length:,} tokens, and the model scores "
+        f"{error.max_context + 1:,} at most{total}. Split the text, or pass --stride"
+    )
 
 
 def _encode_text(vocabulary: Vocabulary, text: LineOfText) -> _EncodedText:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Annotated
 
@@ -13,7 +12,6 @@ from genlm.cli.arguments import EngineOption, ModelOption, SeedOption, bad_value
 from genlm.cli.output import output_console
 
 _SAMPLES = 3
-_WORD = re.compile(rb"[A-Za-z\x80-\xff]+")
 
 
 def demo(
@@ -39,7 +37,8 @@ def demo(
         text = prompt.encode()
     except UnicodeEncodeError as error:
         raise bad_value("--prompt", "not UTF-8") from error
-    if max(map(len, _WORD.findall(text)), default=0) > max_letters:
+    constraint = max_word_length(max_letters)
+    if text not in constraint:
         raise bad_value(
             "--prompt",
             f"the prompt {prompt!r} itself has a word of more than {max_letters} letters",
@@ -59,7 +58,7 @@ def demo(
             ids,
             particles,
             max_tokens=max_tokens,
-            constraint=max_word_length(max_letters),
+            constraint=constraint,
             text=text,
             seed=seed,
             progress=Console(stderr=True).is_terminal,

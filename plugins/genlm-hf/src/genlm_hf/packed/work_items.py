@@ -12,7 +12,7 @@ sequences are, so that a population that grows is not captured again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -36,6 +36,8 @@ _TARGET_ITEMS = 64
 # Smallest number of query tokens that a pass is padded to.
 _MIN_TOKENS = 8
 
+# Sections begin at multiples of 128 bytes. Triton would compile the kernels again for pointers
+# that are not multiples of 16 bytes.
 _ALIGNMENT = 16
 
 
@@ -140,21 +142,17 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
 
 def sections(size: StepSize) -> Sections[slice]:
     """Return the ranges of the numbers of a pass of this size."""
-
-    def parts() -> Iterator[slice]:
-        begin = 0
-        for length in (
-            *[size.tokens] * 4,
-            size.tokens + 1,
-            size.prefix_items * size.tile + size.suffix_items,
-            size.prefix_items * FIELDS,
-            size.suffix_items * FIELDS,
-        ):
-            yield slice(begin, begin + length)
-            begin += -(-length // _ALIGNMENT) * _ALIGNMENT
-        yield slice(begin, None)
-
-    return Sections(*parts())
+    lengths = (
+        *[size.tokens] * 4,
+        size.tokens + 1,
+        size.prefix_items * size.tile + size.suffix_items,
+        size.prefix_items * FIELDS,
+        size.suffix_items * FIELDS,
+    )
+    aligned = (-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths)
+    *begins, end = itertools.accumulate(aligned, initial=0)
+    parts = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
+    return Sections(*[*parts, slice(end, None)])
 
 
 def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:

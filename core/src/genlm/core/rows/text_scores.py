@@ -31,9 +31,6 @@ from genlm.core.rows.logits import (
 )
 from genlm.core.vocab import Vocabulary
 
-# Number of logits that are normalised at once on a CPU: 1 MiB in float32, for its caches.
-_VALUES_AT_ONCE = 2**18
-
 TextResult = TokenScores | Reduced | GenlmError
 """Result of a text: scores, columns or an error."""
 
@@ -156,18 +153,16 @@ class PieceScores:
         return target_logits - totals[row], highest[row] - totals[row]
 
     def _normalisers(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logsumexp and the maximum of each row, a few rows at a time on a CPU."""
+        """Return the logsumexp and the maximum of each row, some rows at a time."""
         if has_kernels(logits):
             return log_sums_on_device(known_logits(logits, self._vocabulary))
-        step = len(logits)
-        if logits.device.type == "cpu":
-            step = max(1, _VALUES_AT_ONCE // logits.shape[1])
 
-        def of_part(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            known = known_logits(part, self._vocabulary).float()
+        def of_part(bounds: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+            known = known_logits(logits[slice(*bounds)], self._vocabulary).float()
             return known.logsumexp(-1), known.amax(-1)
 
-        totals, highest = joined_parts(map(of_part, torch.split(logits, step)), len(logits))
+        parts = row_parts(len(logits), logits.shape[1], logits.device)
+        totals, highest = joined_parts(map(of_part, parts), len(logits))
         return totals, highest
 
     def _reduce(self, logits: torch.Tensor, rows: Integers64, members: Integers64) -> None:

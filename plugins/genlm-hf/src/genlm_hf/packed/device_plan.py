@@ -105,7 +105,7 @@ class DeviceGroup:
         step = self.count
         if states.device.type == "cpu":
             token_bytes = heads * self._suffix * width * states.itemsize
-            step = max(1, min(step, _GATHERED_BYTES // token_bytes))
+            step = max(1, _GATHERED_BYTES // token_bytes)
         for first in range(0, self.count, step):
             slots = self._suffixes[first * self._suffix : (first + step) * self._suffix]
             suffixes = states.index_select(1, slots)

@@ -237,7 +237,7 @@ def _shared_lengths(
     limits = lengths - 1  # no group shares the last slot, which is the query token's
     paths = _Paths(slots, rows, limits)
     members, shared = np.arange(len(lengths)), np.zeros_like(lengths)
-    columns = shared + max(0, _least_saving(len(lengths), trunk) - 1)
+    columns = shared + _least_saving(len(lengths), trunk) - 1
     while len(members := members[columns[members] < limits[members]]):
         order, bounds = _equal_keys(paths.slots(members, columns[members]))
         members, counts, leaders = members[order], np.diff(bounds), members[order[bounds[:-1]]]
@@ -245,8 +245,6 @@ def _shared_lengths(
         least = before + _least_saving(counts, trunk + before)
         may_save = least <= np.maximum.reduceat(limits[members], bounds[:-1])
         members = members[np.repeat(may_save, counts)]
-        if not len(members):
-            break
         counts, leaders, before = counts[may_save], leaders[may_save], before[may_save]
         ends = paths.common_lengths(members, np.cumsum(counts) - counts, columns)
         span = paths.slots(leaders, ends - 1) - paths.slots(leaders, before)

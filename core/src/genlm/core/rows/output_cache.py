@@ -76,8 +76,6 @@ class OutputCache:
         Replacing a row by a row of the same size evicts no other row. A row of more than
         `max_bytes` is not stored, and the previous row of its key is removed.
         """
-        if self.max_entries == 0:
-            return
         device = getattr(row, "device", None)
         nbytes = _nbytes(row) + _key_nbytes(key)
         if self.max_bytes is not None and nbytes > self.max_bytes:

@@ -241,10 +241,10 @@ class RowWeights:
         keys = row_of
         if self.masks is not None:
             places = self.masks.places.numpy()
-            keys = keys * (int(places.max(initial=0)) + 1) + places
+            keys = keys * (int(places.max()) + 1) + places
         if self._temperature.ndim:
             _, numbers = np.unique(self._temperature, return_inverse=True)
-            keys = keys * (int(numbers.max(initial=0)) + 1) + numbers
+            keys = keys * (int(numbers.max()) + 1) + numbers
         distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         return (members, members) if len(distinct) == len(keys) else (first, inverse)
 

@@ -106,7 +106,7 @@ def uniforms(
     if count is None:
         return _unit_floats(outputs)
     # The output of a step is its first number, and the seed of its further numbers.
-    further = _outputs(outputs[:, None], np.arange(max(0, count - 1)))
+    further = _outputs(outputs[:, None], np.arange(count - 1))
     return _unit_floats(np.concatenate([outputs[:, None], further], axis=1)[:, :count])
 
 

@@ -95,8 +95,7 @@ def truncate(weights: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     size, is_on_cpu = weights.shape[1], weights.device.type == "cpu"
     has_no_top_k = top_k >= size
     pending = np.flatnonzero(~has_no_top_k | (top_p < 1))
-    are_all_pending = len(pending) == len(weights)
-    truncated = torch.empty_like(weights) if are_all_pending else weights.clone()
+    truncated = weights.clone()
     candidates = _CANDIDATES[:1] if is_on_cpu else _CANDIDATES
     widths = [int(np.where(has_no_top_k, width, top_k).max()) for width in candidates]
     for width in [*(width for width in widths if width <= size // 4), size]:

@@ -42,9 +42,8 @@ class IdleRequests:
 
     def end(self, names: Sequence[str]) -> None:
         """End requests, idle or not."""
-        if names:
-            self._contexts.remove(names)
-            self._requests.end(names)
+        self._contexts.remove(names)
+        self._requests.end(names)
 
     def end_all(self, adapter: str | None = None) -> None:
         """End the idle requests of one adapter, or all idle requests."""
@@ -128,10 +127,10 @@ class IdleRequests:
         count = max(0, unstarted - requests.free_places)
         has_run = requests.tokens_computed > self._computed_before
         if not count and (requests.lacks_blocks or not has_run):
-            count = (len(idle) + 1) // 2 or 1
+            count = (len(idle) + 1) // 2
         if idle:
             self.end(idle[:count])
-        elif count and not has_run:
+        elif not has_run:
             self._restart_forks(requests.stuck())
 
     def _restart_forks(self, stuck: Sequence[str]) -> None:

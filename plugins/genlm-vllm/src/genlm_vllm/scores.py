@@ -52,7 +52,7 @@ class Span(NamedTuple):
         """Targets that these tokens predict."""
         first, count = self.text.first, len(self.text.targets)
         begin = max(0, self.begin - first)
-        return range(begin, max(begin, min(count, self.begin + self.length - first)))
+        return range(begin, min(count, self.begin + self.length - first))
 
     @property
     def rows(self) -> range:

@@ -281,14 +281,14 @@ class Sequences:
     def _usable(self, seq_id: int, common: int, limit: int) -> int:
         start = min(common, limit)
         length = int(self._lengths[seq_id])
-        return start if start and self._memory.can_continue(start, length) else 0
+        return start if self._memory.can_continue(start, length) else 0
 
     def _compare(
         self, adapter: str | None, tokens: TokenSequence, limit: int
     ) -> tuple[int, int, int]:
         """Find the longest usable common prefix by comparison with all sequences."""
         seq_ids = [n for n in (*self._idle, *self._pinned) if self._adapters[n] == adapter]
-        if not seq_ids or not limit:
+        if not seq_ids:
             return -1, 0, 0
         ids = np.array(tokens.token_ids, np.int32)
         lengths = np.minimum(self._lengths[seq_ids], len(ids))

@@ -370,6 +370,7 @@ class ReturnedColumns(genlm.GroupReduction):
         (Returned, lambda _: {}, "Returned.compute returned dict for a row"),
         (ReturnedColumns, lambda _: 1 / 0, "ReturnedColumns.compute raised ZeroDivision"),
         (ReturnedColumns, lambda rows: rows, "ReturnedColumns.compute returned Tensor"),
+        (ReturnedColumns, lambda _: None, "ReturnedColumns.compute returned NoneType"),
         (ReturnedColumns, lambda rows: (rows.numpy(),), "a tuple with ndarray"),
         (ReturnedColumns, lambda rows: (rows[:0],), "shape (0, 7) for"),
     ],

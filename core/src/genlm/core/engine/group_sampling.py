@@ -166,7 +166,6 @@ class SamplingRun(_Continuations):
             check_log_masses(log_mass, self._active, count)
             has_no_token = token_ids < 0
             logprobs = logprobs.masked_fill(has_no_token, 0.0)
-            draw_logprob = draw_logprob.masked_fill(has_no_token, 0.0)
             self._limits = self._limits.copy()
             self._limits[self._active[has_no_token.numpy()]] = 0
         if len(self._active) < count:

@@ -112,6 +112,4 @@ class DrawSettings(NamedTuple):
             members = torch.from_numpy(self.active)
             for column, values in zip(drawn, columns, strict=True):
                 column[members] = values
-        # The log-weight of a member without a token is that of the model, -inf, or 0.
-        draw_logprob = drawn.draw_logprob.masked_fill(drawn.token_ids < 0, 0.0)
-        return drawn._replace(draw_logprob=draw_logprob)
+        return drawn

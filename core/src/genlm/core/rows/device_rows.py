@@ -80,8 +80,7 @@ def draw_on_device(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw tokens in proportion to the weights of rows; return the columns of `DrawnTokens`.
 
-    A row without a possible token has token -1 and `-inf`. One that is not a distribution, or
-    has a bias of nan or infinity, has token -1 and nan.
+    A row that is not a distribution, or has a bias of nan or infinity, has token -1 and nan.
 
     Args:
         logits: Logits or log-probabilities, shape `(m, vocab_size)`, any floating dtype.

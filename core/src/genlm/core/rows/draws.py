@@ -55,9 +55,9 @@ class DrawnTokens(NamedTuple):
             temperature 1 and without such limits, it is the increment of a particle's
             log-weight.
         draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
-            float32; 0 for members of a population without a token, so that
-            `logprobs - draw_logprob`, the log-weight of a draw under the model, is `-inf` for a
-            member without an allowed token and 0 for a finished one.
+            float32; 0 without a token, so that `logprobs - draw_logprob`, the log-weight of a
+            draw under the model, is `-inf` for a member without an allowed token and 0 for a
+            finished one.
     """
 
     token_ids: torch.Tensor
@@ -76,7 +76,7 @@ def batch_draw(
 ) -> DrawnTokens:
     """Draw a token from each row, with probability proportional to its weight.
 
-    A row without any token that may be drawn has token -1, and `-inf` for the other entries.
+    A row without any token that may be drawn has token -1.
 
     Args:
         rows: Log-probabilities, shape `(m, vocab_size)`, float32, on any device; not changed.
@@ -287,7 +287,7 @@ def _drawn_tokens(
     draw_logprob: torch.Tensor,
     row_of: torch.Tensor | None = None,
 ) -> DrawnTokens:
-    """Return draws, with token -1 and `-inf` for rows without a possible token."""
+    """Return draws, with token -1 for rows without a possible token; see `DrawnTokens`."""
     if row_of is None:
         columns = token_ids.clamp(min=0) if token_ids.ndim == 2 else token_ids[:, None]
         logprobs = rows.gather(1, columns).view_as(token_ids)
@@ -301,7 +301,7 @@ def _drawn_tokens(
         token_ids.masked_fill(is_dead, -1),
         logprobs.masked_fill(is_dead, -_INF),
         log_mass,
-        draw_logprob.masked_fill(is_dead, -_INF),
+        draw_logprob.masked_fill(is_dead, 0.0),
     )
 
 

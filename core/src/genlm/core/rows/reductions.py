@@ -215,7 +215,4 @@ def _drawn_tokens(columns: tuple[torch.Tensor, ...]) -> list[DrawnToken]:
     # below 2**24.
     token_ids, *logs = columns
     numbers = torch.stack([token_ids.float(), *logs]).cpu()
-    return [
-        DrawnToken(int(token_id), logprob, log_mass, draw_logprob if token_id >= 0 else 0.0)
-        for token_id, logprob, log_mass, draw_logprob in numbers.T.tolist()
-    ]
+    return [DrawnToken(int(token_id), *logs) for token_id, *logs in numbers.T.tolist()]

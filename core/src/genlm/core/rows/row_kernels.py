@@ -157,8 +157,8 @@ def draw_tokens(
 ):
     """Invert the cumulative distribution of a row at a uniform number.
 
-    A row without a possible token has token -1 and `-inf`. One that is not a distribution, or
-    has an infinite or nan sum, has token -1 and nan.
+    A row without a possible token has token -1, draw_logprob 0, and `-inf`. One that is not a
+    distribution, or has an infinite or nan sum, has token -1 and nan.
     """
     draw = tl.program_id(0)
     row = tl.load(row_of + draw)
@@ -219,4 +219,5 @@ def draw_tokens(
     tl.store(logprobs + draw, tl.where(has_token, value - log_total, absent).to(tl.float32))
     mass = tl.where(has_token, log_allowed - log_total, absent)
     tl.store(log_mass + draw, mass.to(tl.float32))
-    tl.store(draw_logprob + draw, tl.where(has_token, logprob, absent).to(tl.float32))
+    logprob = tl.where(has_token, logprob, tl.where(is_finite, 0.0, float("nan")))
+    tl.store(draw_logprob + draw, logprob.to(tl.float32))

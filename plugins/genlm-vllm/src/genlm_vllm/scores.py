@@ -196,9 +196,7 @@ def _score(
             with adapters.set_for(part):
                 logits = compute_logits(hidden_states[part])
             if logits is not None and store.is_active:
-                # vLLM computes in inference mode, whose tensors cannot be changed outside.
-                with torch.inference_mode(False), torch.no_grad():
-                    _add(logits, begin, spans, store)
+                _add(logits, begin, spans, store)
     except Exception as error:
         if not store.is_alone:  # all ranks compute logits together
             raise

@@ -83,19 +83,17 @@ class WorkerRows:
         completions = [self._complete_scores(query_id) for query_id in texts]
         if self._scores.is_active:
             rows: list[tuple[ComputedPart, Outputs]] = []
-            # vLLM computes in inference mode, whose tensors cannot be changed outside.
-            with torch.inference_mode(False), torch.no_grad():
-                for part in parts:
-                    work = self._works.get(part.query_id)
-                    if isinstance(work, GroupWork):
-                        self._reduce_part(part, work)
-                        if part.is_last:
-                            completions.append(Completion(part.query_id, work.result()))
-                    elif work is not None:
-                        rows.append((part, work))
+            for part in parts:
+                work = self._works.get(part.query_id)
+                if isinstance(work, GroupWork):
+                    self._reduce_part(part, work)
                     if part.is_last:
-                        self._works.pop(part.query_id, None)
-                completions += self._complete_rows(rows)
+                        completions.append(Completion(part.query_id, work.result()))
+                elif work is not None:
+                    rows.append((part, work))
+                if part.is_last:
+                    self._works.pop(part.query_id, None)
+            completions += self._complete_rows(rows)
         self.sampler.forget()
         return completions if self._scores.is_active else []
 

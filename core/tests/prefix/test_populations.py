@@ -39,6 +39,7 @@ from genlm.prefix import (
     TreeBatch,
 )
 from genlm.prefix.block_table import BlockTable
+from genlm.prefix.tree import PrefixTree
 
 from .test_engine import Adapters
 from .test_rows import SIZE, TOKEN_BYTES, Alone, expected, packed
@@ -502,6 +503,49 @@ def test_other_requests_for_the_members_of_a_population_compute_only_new_tokens(
         assert cost(start[[2, 0]].extend(sampled.token_ids[[2, 0]]).draw_sync) == 2
         population.score_sync(PAIRS)
         assert cost(population.extend(PAIRS).draw_sync) == 3
+
+
+def test_several_new_tokens_are_searched_only_where_the_tree_may_contain_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(500, max_tokens=100, max_rows=60)
+    engine.smallest_group = 1
+    matched = []
+    match = PrefixTree.match
+    monkeypatch.setattr(
+        PrefixTree, "match", lambda self, *args: matched.append(args) or match(self, *args)
+    )
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+
+        def cost(population: Population) -> tuple[int, int]:
+            before = int(engine.statistics()["tokens_computed"])
+            matched.clear()
+            rows = population.next_token_logprobs_sync()
+            searched = len(matched)
+            for row, member in zip(rows, population, strict=True):
+                correct = expected(None, member.token_ids)
+                torch.testing.assert_close(row, correct, rtol=0, atol=1e-6)
+            check(engine)
+            return int(engine.statistics()["tokens_computed"]) - before, searched
+
+        start = llm.population([1, 2, 0], 4)
+        start.draw_sync()
+        endings = [[1, 1, 1], [1, 2, 1], [2, 2, 1], [0, 0, 1]]
+        assert cost(start.extend(endings)) == (11, 1)
+        llm.batch_next_token_logprobs_sync([[1, 2, 0, 1, 1, 1, 2], [1, 2, 0, 0, 1]])
+        later = start.extend([[2, 2, 0], [1, 2, 2], [1, 1, 0], [0, 2, 0]])
+        tokens, searched = cost(later)  # 1, 11 and 0 are in the tree
+        assert tokens == 12 - 4
+        assert searched < 2 * 2 * 3 + 4  # not for the first member
+        other = llm.population([2, 2, 0], 4).extend([[1] * 8] * 4)
+        other.draw_sync()  # longer, with other first tokens
+        assert cost(later.extend([[1, 1]] * 4))[0] == 8
+        alone = llm.population([0, 2, 0], 4)
+        alone.draw_sync()
+        assert cost(alone.extend([[1, 1], [2, 1], [0, 1], [0, 0]])) == (7, 1)
+        unequal = llm.population([[1, 0, 2], [1, 0, 2, 2], [0]])
+        unequal.draw_sync()
+        assert cost(unequal.extend([[1, 1]] * 3))[0] == 6
 
 
 def test_tokens_of_other_tables_are_also_added_to_the_tree() -> None:

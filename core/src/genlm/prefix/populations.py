@@ -157,7 +157,9 @@ class Populations:
             if missing is None:
                 return None
             if group.dropped is None and (missing > 1).any():
-                self._adopt(group, group.wanted[places[missing > 1]])
+                rows = self._shared_elsewhere(group, group.wanted[places[missing > 1]])
+                if len(rows):
+                    self._adopt(group, rows)
         try:
             return self._passes(parts, run)
         except OutOfSlotsError:
@@ -171,6 +173,26 @@ class Populations:
         self._adopt(group, np.unique(group.wanted[places]))
 
     # -- internals --------------------------------------------------------------------
+
+    def _shared_elsewhere(self, group: GroupQuery, rows: Integers64) -> Integers64:
+        """Return the rows of which the tree or another table may have more tokens.
+
+        These are all rows if another table has longer ones. Otherwise, they are the rows whose
+        first token after their common slots follows these in the tree. Most often there are
+        none, because the tree ends with the prompt.
+        """
+        table, lineage = self.tables.get(group), group.generation.lineage
+        if self.tables.has_longer(group, int(table.tokens[rows].min())):
+            return rows
+        own = table.slots[rows, :1]
+        count = len(table.trunk) + int(table.lengths[rows].all() and (own == own[0]).all())
+        prefix = lineage.sequence(int(rows[0])).prefix(count)
+        followers = self._tree.followers(group.adapter, prefix)
+        if not followers:
+            return rows[:0]
+        begins = np.full(len(rows), count)
+        tokens = _tokens_between(lineage, rows, begins, begins + 1)
+        return rows[np.isin(tokens[:, 0], followers)]
 
     def _adopt(self, group: GroupQuery, rows: Integers64) -> None:
         """Replace rows of which the tree contains more tokens than the group's table."""

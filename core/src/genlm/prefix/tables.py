@@ -102,6 +102,23 @@ class Tables:
             raise OutOfSlotsError("the table of a population was evicted for another one")
         return entry.table
 
+    def has_longer(self, group: GroupQuery, count: int) -> bool:
+        """Whether another table may have more than `count` tokens of a group's sequences.
+
+        Args:
+            group: A group with a table.
+            count: A number of tokens.
+        """
+        key = group.generation.state.key
+        first = self._entries[key].table.trunk[:1]
+        return any(
+            other != key
+            and entry.adapter == group.adapter
+            and np.array_equal(entry.table.trunk[: len(first)], first[: len(entry.table.trunk)])
+            and int(entry.table.tokens.max(initial=0)) > count
+            for other, entry in self._entries.items()
+        )
+
     def expect(self, groups: Iterable[GroupQuery]) -> None:
         """Set `pending` to the tables of groups."""
         references = (_reference(group.generation.root) for group in groups)

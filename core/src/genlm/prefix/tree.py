@@ -163,6 +163,13 @@ class PrefixTree:
             node, edge = child, child.tokens
         return node, matched
 
+    def followers(self, adapter: str | None, tokens: TokenSequence) -> list[int]:
+        """Return the token ids that follow a sequence in the tree; none if it is not there."""
+        node, length = self.match(adapter, tokens)
+        if length < len(tokens):
+            return []
+        return list(node.children) if length == node.end else [node.tokens[length - node.start]]
+
     def missing(self, adapter: str | None, tokens: TokenSequence) -> int:
         """Return the number of tokens at the end of a sequence that are not in the tree."""
         return len(tokens) - self.match(adapter, tokens)[1]

@@ -536,16 +536,20 @@ def test_several_new_tokens_are_searched_only_where_the_tree_may_contain_them(
         later = start.extend([[2, 2, 0], [1, 2, 2], [1, 1, 0], [0, 2, 0]])
         tokens, searched = cost(later)  # 1, 11 and 0 are in the tree
         assert tokens == 12 - 4
-        assert searched < 2 * 2 * 3 + 4  # not for the first member
+        assert searched == 1 + 3 * 3  # not for the first member
+        llm.batch_next_token_logprobs_sync([[*later[2].token_ids, 1, 1]])
+        assert cost(later.extend([[1, 0], [1, 0], [1, 2], [1, 0]]))[0] == 7
         other = llm.population([2, 2, 0], 4).extend([[1] * 8] * 4)
         other.draw_sync()  # longer, with other first tokens
-        assert cost(later.extend([[1, 1]] * 4))[0] == 8
+        assert cost(later.extend([[1, 1]] * 4))[0] == 7  # one member has both
         alone = llm.population([0, 2, 0], 4)
         alone.draw_sync()
         assert cost(alone.extend([[1, 1], [2, 1], [0, 1], [0, 0]])) == (7, 1)
         unequal = llm.population([[1, 0, 2], [1, 0, 2, 2], [0]])
         unequal.draw_sync()
         assert cost(unequal.extend([[1, 1]] * 3))[0] == 6
+        sampled = unequal.sample_sync(8, stop=(), seed=1)
+        assert cost(unequal[:2].extend(sampled.token_ids[:2]))[0] == 2
 
 
 def test_tokens_of_other_tables_are_also_added_to_the_tree() -> None:

@@ -228,6 +228,16 @@ def test_paths_are_the_slots_of_every_prefix(sequences: list[Any], pins: list[bo
             tree.pin(None, TokenSequence.of(tokens))
 
 
+@given(st.lists(SEQUENCE, min_size=1, max_size=12), SEQUENCE)
+def test_followers_are_the_next_tokens_of_a_sequence(sequences: list[Any], tokens: Any) -> None:
+    tree = PrefixTree(100)
+    for sequence in sequences:
+        tree.insert(None, TokenSequence.of(sequence))
+    tree.commit()
+    correct = {key[-1] for _, key in prefixes(tree) if key[:-1] == tokens}
+    assert sorted(tree.followers(None, TokenSequence.of(tokens))) == sorted(correct)
+
+
 def test_what_a_batch_uses_is_not_evicted_for_another_member() -> None:
     tree = PrefixTree(4)
     tree.insert(None, TokenSequence.of((1, 2, 3)))

@@ -185,7 +185,7 @@ class Populations:
         if self.tables.has_longer(group, int(table.tokens[rows].min())):
             return rows
         own = table.slots[rows, :1]
-        count = len(table.trunk) + int(table.lengths[rows].all() and (own == own[0]).all())
+        count = len(table.trunk) + int((own == own[0]).all())
         prefix = lineage.sequence(int(rows[0])).prefix(count)
         followers = self._tree.followers(group.adapter, prefix)
         if not followers:

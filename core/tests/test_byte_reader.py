@@ -146,6 +146,65 @@ def test_a_space_that_the_tokenizer_adds_is_no_part_of_a_text_that_begins(text):
         assert not narrow.is_exact
 
 
+def tokenizations(
+    token_ids: tuple[int, ...], text: bytes, texts: Sequence[bytes] = TEXTS
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of the shortest sequences of tokens that begin with a text."""
+    if not text:
+        return {token_ids: 1.0}
+    probabilities = row(token_ids)
+    probabilities[PAD] = 0
+    probabilities /= probabilities.sum()
+    found = {}
+    for token, written in enumerate(texts):
+        if token in {EOS, PAD, MISSING}:
+            continue
+        if written.startswith(text):
+            found[*token_ids, token] = probabilities[token]
+        elif text.startswith(written):
+            longer = tokenizations((*token_ids, token), text[len(written) :], texts)
+            found |= {ids: probabilities[token] * mass for ids, mass in longer.items()}
+    return found
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b"ab", b"abab", b"baba"])
+def test_populations_have_the_distribution_of_tokenizations(llm, text):
+    expected, size = tokenizations((1, 2), text), 100_000
+    reader = asyncio.run(reading(llm, text, width=10_000))
+    total = sum(expected.values())
+    assert math.exp(reader.logprob) == pytest.approx(total, abs=1e-6)
+    population = reader.population(size, seed=1)
+    lengths, counts = population.lengths, dict.fromkeys(expected, 0)
+    for ids, length in zip(population.tokens.tolist(), lengths.tolist(), strict=True):
+        counts[tuple(ids[:length])] += 1  # no other sequence is drawn
+    for ids, probability in expected.items():
+        share = probability / total
+        error = 5 * math.sqrt(share * (1 - share) / size)
+        assert counts[ids] / size == pytest.approx(share, abs=error + 1e-9)
+
+
+def test_populations_are_those_of_their_seed_and_change_nothing(llm):
+    reader = asyncio.run(reading(llm, b"aba", width=10_000))
+    before = reader.probabilities()
+    first, again, other = (reader.population(50, seed=seed).tokens for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(reader.population(50).tokens, reader.population(50).tokens)
+    np.testing.assert_array_equal(reader.probabilities(), before)
+    assert len(reader.population(0)) == 0
+    with pytest.raises(ValueError, match="size=-1"):
+        reader.population(-1)
+
+
+def test_the_members_of_a_small_beam_begin_with_the_text(llm):
+    population = asyncio.run(reading(llm, b"abab", width=1)).population(20, seed=0)
+    assert all(
+        b"".join(TEXTS[token] for token in member.token_ids[2:]).startswith(b"abab")
+        for member in population
+    )
+    assert (population.draw_sync(seed=0).token_ids >= 0).all()
+
+
 def test_the_end_of_a_text_may_be_another_token_or_none(llm):
     reader = asyncio.run(reading(llm, b"", stop=[PAD]))
     mass = row((1, 2))
@@ -396,6 +455,8 @@ def test_a_reader_that_was_not_started_says_so(llm):
     reader = genlm.ByteReader(llm)
     with pytest.raises(RuntimeError, match=r"await reader.start\(token_ids\)"):
         reader.probabilities()
+    with pytest.raises(RuntimeError, match="not started"):
+        reader.population(10)
     with pytest.raises(RuntimeError, match="not started"):
         asyncio.run(reader.read(b"a"))
 

@@ -23,6 +23,7 @@ from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_integer, checked_number
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
+from genlm.core.rows.sampling import checked_seed
 from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.vocab.per_vocabulary import PerVocabulary
 from genlm.core.vocab.text import adds_space
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.base.validation import Integers
+    from genlm.core.model.population import Population
     from genlm.core.vocab import Vocabulary
 
 Floats = npt.NDArray[np.float64]
@@ -168,10 +170,8 @@ class ByteReader:
             RuntimeError: `start` was not awaited.
             ValueError: All hypotheses continue only with excluded tokens.
         """
-        if not self._beam:
-            raise RuntimeError("the reader was not started: await reader.start(token_ids)")
         mass = np.zeros(ByteReader.STOP + 1)
-        for hypothesis in self._beam:
+        for hypothesis in self._started_beam():
             symbols = self._trie.child_symbols(hypothesis.node)
             mass[symbols] += hypothesis.weight * hypothesis.sums
         total = mass.sum()
@@ -183,6 +183,47 @@ class ByteReader:
             )
         probabilities: Floats = mass / total
         return probabilities
+
+    def population(self, size: int, *, seed: int | None = None) -> Population:
+        """Draw token sequences that the bytes read begin, to continue them token by token.
+
+        A sequence is drawn with its probability given these bytes. If they end within a token,
+        its text is longer: whatever bytes a prompt ends with, it is continued as in a text in
+        which tokens have their usual boundaries. This is known as token healing.
+
+        Args:
+            size: Number of members, which are drawn independently.
+            seed: Random seed; by default, fresh randomness.
+
+        Returns:
+            The members: the tokens from `start` on, as few as contain the bytes. No row is
+            computed.
+
+        Raises:
+            RuntimeError: `start` was not awaited.
+            TypeError: `size` or `seed` is not an integer.
+            ValueError: `size` or `seed` is negative.
+        """
+        beam, size = self._started_beam(), checked_integer("size", size, 0)
+        rng = np.random.default_rng(checked_seed(seed))
+        masses = np.array([hypothesis.mass for hypothesis in beam])
+        drawn = rng.choice(len(beam), size, p=masses / masses.sum())
+        contexts = [beam[index].context for index in drawn]
+        for index in np.unique(drawn):
+            node, row = beam[index].node, beam[index].row
+            if node != self._trie.root:
+                longer = self._trie.tokens_below(node)[len(self._trie.tokens_at(node)) :]
+                members = np.flatnonzero(drawn == index)
+                probabilities = row[longer] / row[longer].sum()
+                tokens = rng.choice(longer, len(members), p=probabilities)
+                for member, token in zip(members, tokens.tolist(), strict=True):
+                    contexts[member] = contexts[member].extend(token)
+        return self.llm.population(contexts)
+
+    def _started_beam(self) -> tuple[_Hypothesis, ...]:
+        if not self._beam:
+            raise RuntimeError("the reader was not started: await reader.start(token_ids)")
+        return self._beam
 
     async def read(self, text: bytes) -> None:
         """Advance by some bytes.

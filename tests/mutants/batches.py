@@ -54,7 +54,7 @@ class LongestDecides(CachedEngine):
 
 
 @engine_mutant(killed_by="concurrent-requests-share-steps")
-class OneAStep(CachedEngine):
+class OneAStep(PlainEngine):
     """Never batches: evaluates one query a step."""
 
     def choose(self, pending):

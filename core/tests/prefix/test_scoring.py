@@ -296,7 +296,7 @@ def test_a_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     results = []
     for values in (1, 20, 10**6):
-        monkeypatch.setattr("genlm.core.rows.text_scores._VALUES_AT_ONCE", values)
+        monkeypatch.setattr("genlm.core.rows.logits._VALUES_ON_CPU", values)
         scores = pieces(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
         scores.add(np.arange(50), logits)
         results.append(result(scores))

@@ -57,7 +57,7 @@ class TokenLogprobs(Reduction):
         )
         places = torch.from_numpy(np.repeat(np.arange(len(requests)), sizes))
         logprobs = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
-        return [part.clone() for part in torch.split(logprobs, sizes)]
+        return torch.split(logprobs, sizes)
 
 
 class TopTokens(NamedTuple):
@@ -84,7 +84,7 @@ class TopK(Reduction):
         largest_k = max(request.k for request in requests)
         logprobs, ids = (column.cpu() for column in batch_top_k(rows, largest_k))
         return [
-            TopTokens(logprobs[place, : request.k].clone(), ids[place, : request.k].clone())
+            TopTokens(logprobs[place, : request.k], ids[place, : request.k])
             for place, request in enumerate(requests)
         ]
 

@@ -30,10 +30,8 @@ NUMPY_INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
 TORCH_INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16]
 
 
-def checked(
-    token_ids: Any, *, vocab_size: int = 100, max_context: int | None = None
-) -> tuple[int, ...]:
-    ids, packed = checked_token_ids(token_ids, vocab_size=vocab_size, max_context=max_context)
+def checked(token_ids: Any, *, vocab_size: int = 100) -> tuple[int, ...]:
+    ids, packed = checked_token_ids(token_ids, vocab_size)
     assert np.frombuffer(packed, np.uint32).tolist() == list(ids)
     return ids
 
@@ -69,24 +67,20 @@ def test_a_range_is_a_sequence_of_integers() -> None:
     assert checked(range(2, 8, 3)) == (2, 5)
 
 
-@given(st.lists(st.integers(-3, 12), max_size=8), st.none() | st.integers(0, 8))
-def test_a_list_is_accepted_exactly_when_it_fits(ids: list[int], limit: int | None) -> None:
+@given(st.lists(st.integers(-3, 12), max_size=8))
+def test_a_list_is_accepted_exactly_when_its_ids_are_in_the_vocabulary(ids: list[int]) -> None:
     wrong = [i for i, token_id in enumerate(ids) if not 0 <= token_id < 10]
     if not ids:
         with pytest.raises(EmptySequenceError):
-            checked(ids, vocab_size=10, max_context=limit)
-    elif limit is not None and len(ids) > limit:
-        with pytest.raises(ContextLengthError) as too_long:
-            checked(ids, vocab_size=10, max_context=limit)
-        assert (too_long.value.length, too_long.value.max_context) == (len(ids), limit)
+            checked(ids, vocab_size=10)
     elif wrong:
         with pytest.raises(TokenIdError) as outside:
-            checked(ids, vocab_size=10, max_context=limit)
+            checked(ids, vocab_size=10)
         error = outside.value
         assert (error.token_id, error.position) == (ids[wrong[0]], wrong[0])
         assert error.vocab_size == 10
     else:
-        assert checked(ids, vocab_size=10, max_context=limit) == tuple(ids)
+        assert checked(ids, vocab_size=10) == tuple(ids)
 
 
 @pytest.mark.parametrize("token_id", [-1, 10, 2**63, 2**200, -(2**80)])
@@ -183,12 +177,6 @@ def test_what_was_found_is_shortened() -> None:
 
 def test_plain_booleans_are_the_integers_they_are_in_python() -> None:
     assert [type(value) for value in checked([True, False, 2])] == [int, int, int]
-
-
-def test_a_sequence_is_as_long_as_the_context_at_most() -> None:
-    assert checked([1, 2, 3], max_context=3) == (1, 2, 3)
-    with pytest.raises(ContextLengthError):
-        checked([1, 2, 3, 4], max_context=3)
 
 
 def test_integers_alone_are_bound_by_no_vocabulary() -> None:

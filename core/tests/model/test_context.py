@@ -130,8 +130,9 @@ def test_wrong_contexts_are_refused(make_model: MakeModel) -> None:
         llm.context([])
     with pytest.raises(TokenIdError):
         llm.context([VOCAB_SIZE])
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(ContextLengthError) as too_long:
         llm.context([1] * 4)
+    assert (too_long.value.length, too_long.value.max_context) == (4, 3)
     long = make_model(ScriptedEngine(VOCAB_SIZE, max_context=80))
     long.next_token_logprobs_sync([1] * 80)
     with pytest.raises(ContextLengthError):

@@ -12,7 +12,6 @@ import numpy as np
 
 from genlm.core.base.arrays import unreadable_tensor
 from genlm.core.base.errors import (
-    ContextLengthError,
     EmptySequenceError,
     TokenIdError,
     TokenTypeError,
@@ -34,16 +33,12 @@ _SHORT = 512
 _BOOLEAN_DTYPES = frozenset({"bool", "torch.bool"})
 
 
-def checked_token_ids(
-    token_ids: Integers, *, vocab_size: int, max_context: int | None
-) -> tuple[tuple[int, ...], bytes]:
+def checked_token_ids(token_ids: Integers, vocab_size: int) -> tuple[tuple[int, ...], bytes]:
     """Return token ids as a tuple of Python integers, and packed in 32 bits each."""
     if not (type(token_ids) is list or type(token_ids) is tuple):
         token_ids = checked_integers(token_ids)
     if not token_ids:
         raise EmptySequenceError
-    if max_context is not None and len(token_ids) > max_context:
-        raise ContextLengthError(len(token_ids), max_context)
     try:
         packed = array("I", token_ids)  # rejects non-integers and negative numbers
     except (OverflowError, TypeError):

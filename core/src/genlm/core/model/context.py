@@ -76,7 +76,7 @@ class Context(Immutable):
             ids = checked_integers(token_ids)  # type: ignore[arg-type]
             if not ids:
                 return self
-            packed = checked_token_ids(ids, vocab_size=size, max_context=None)[1]
+            packed = checked_token_ids(ids, size)[1]
         sequence = TokenSequence(packed, self.sequence)
         return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
 

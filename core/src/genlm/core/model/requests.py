@@ -171,9 +171,7 @@ class Requests:
             recent = self._recent.find(id_list, self.vocab_size)
             if recent is not None:
                 return recent
-        ids, packed = checked_token_ids(
-            token_ids, vocab_size=self.vocab_size, max_context=self.max_context
-        )
+        ids, packed = checked_token_ids(token_ids, self.vocab_size)
         sequence = TokenSequence(packed)
         if is_long:
             self._recent.add(list(ids), sequence)

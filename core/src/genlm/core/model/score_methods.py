@@ -243,8 +243,8 @@ class ScoreMethods:
             token_ids = token_ids.token_ids
         else:
             _, adapter = self._requests.adapter(lora_name)
-        size, max_context = self._requests.vocab_size, self.max_context
-        ids, packed = checked_token_ids(token_ids, vocab_size=size, max_context=None)
+        max_context = self.max_context
+        ids, packed = checked_token_ids(token_ids, self._requests.vocab_size)
         if max_context is not None and len(ids) > max_context + 1 and not has_windows:
             raise ContextLengthError(len(ids), max_context, is_text=True)
         first = checked_integer("start", start, 1)

@@ -30,9 +30,9 @@ class AdapterTable(abc.ABC, Generic[T]):
         """Names of the loaded adapters, oldest first."""
         return tuple(self.loaded)
 
-    def check_loaded(self, name: str) -> None:
-        """Raise `UnknownAdapterError` unless an adapter is loaded."""
-        if name not in self.loaded:
+    def check_loaded(self, name: str | None) -> None:
+        """Raise `UnknownAdapterError` unless an adapter is loaded; None is the base model."""
+        if name is not None and name not in self.loaded:
             raise UnknownAdapterError(name, self.loaded)
 
     def load(self, name: str, path: str) -> None:

@@ -134,8 +134,7 @@ class PrefixEngine(BatchEngine):
 
     def submit_group(self, group: GroupQuery) -> None:
         """Accept the query of a population; errors as `submit`."""
-        if group.adapter is not None:
-            self._adapters.check_loaded(group.adapter)
+        self._adapters.check_loaded(group.adapter)
         if self.vocabulary.size > self._embedding_rows:
             lineage, wanted = group.generation.lineage, group.wanted
             firsts, token_ids = lineage.suffixes(wanted)

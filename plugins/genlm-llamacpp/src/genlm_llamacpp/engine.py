@@ -201,8 +201,7 @@ class LlamaCppEngine(BatchEngine):
         Raises:
             UnknownAdapterError: The adapter is not loaded.
         """
-        if group.adapter is not None:
-            self._adapters.check_loaded(group.adapter)
+        self._adapters.check_loaded(group.adapter)
         super().submit_group(group)
 
     def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
@@ -284,7 +283,6 @@ class LlamaCppEngine(BatchEngine):
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
         """
-        self._adapters.check_loaded(name)
         self._sequences.clear(name)
         self._adapters.remove(name)
 

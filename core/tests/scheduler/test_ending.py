@@ -249,6 +249,48 @@ def test_an_exit_handler_may_close_a_model_that_the_exit_has_closed(pytestconfig
     assert run_code(program, support, timeout=TIMEOUT_S).stderr == ""
 
 
+def test_an_exit_handler_uses_a_model_that_was_loaded_before_its_registration(pytestconfig):
+    program = textwrap.dedent("""
+        import atexit, sys
+        sys.path.insert(0, sys.argv[1])
+        from scripted import ScriptedEngine
+        from genlm import AsyncLM
+
+        llm = AsyncLM(ScriptedEngine)
+        atexit.register(lambda: print(len(llm.next_token_logprobs_sync([1]))))
+        other = AsyncLM(ScriptedEngine)
+    """)
+    support = str(pytestconfig.rootpath / "tests/support")
+    done = run_code(program, support, timeout=TIMEOUT_S)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["16"]
+
+
+def test_an_exit_handler_may_wait_for_a_thread_that_closes_a_model(pytestconfig):
+    program = textwrap.dedent("""
+        import atexit, sys, threading
+        atexit.register(lambda: closing.join())  # registered before the model is loaded
+        sys.path.insert(0, sys.argv[1])
+        from scripted import ScriptedEngine
+        from genlm import AsyncLM
+
+        class Closing(ScriptedEngine):
+            def close(self):
+                has_begun.set()
+                while not worker._is_exiting:
+                    pass
+
+        has_begun = threading.Event()
+        llm = AsyncLM(Closing)
+        worker = llm._scheduler._worker
+        closing = threading.Thread(target=llm.close, daemon=True)
+        closing.start()
+        has_begun.wait()
+    """)
+    support = str(pytestconfig.rootpath / "tests/support")
+    assert run_code(program, support, timeout=TIMEOUT_S).stderr == ""
+
+
 @pytest.mark.parametrize("method", ["close", "statistics"])
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
 def test_an_engine_that_raises_while_it_is_closed_ends(start, method, error, caplog):
@@ -282,10 +324,10 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
         import asyncio, os, sys
         sys.path.insert(0, sys.argv[1])
         from genlm import AsyncLM, EngineClosedError
-        from genlm.core.scheduler import scheduler
+        from genlm.core.scheduler import worker
         from scripted import ScriptedEngine
 
-        scheduler.EXIT_TIMEOUT_S = 3600.0  # the process that was forked does not wait
+        worker.EXIT_TIMEOUT_S = 3600.0  # the process that was forked does not wait
         llm = AsyncLM(ScriptedEngine, name="forked")
         llm.next_token_logprobs_sync([1])
         with llm._scheduler._worker._lock:  # as when the engine's thread is busy

@@ -402,6 +402,9 @@ class AsyncLM(
 
         The call waits for the engine's current step. Closing twice is allowed; later requests
         raise `EngineClosedError`. The model drops its reference to the engine.
+
+        The exit of the interpreter closes open models. Exit handlers (`atexit`) that were
+        registered after a model was loaded are called before, and may use it.
         """
         await off_loop(self._scheduler.close)
         self._requests.results.drop()

@@ -6,7 +6,6 @@ Queries may be of any class: both `AsyncLM` and `AsyncTokenCharacterTrie` use it
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import functools
 import logging
@@ -15,21 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.base.blocking import is_blocking, wait_for
-from genlm.core.base.errors import EngineClosedError, EngineError, QueryResetError
+from genlm.core.base.errors import EngineError, QueryResetError
 from genlm.core.base.statistics import SchedulerStatistics
 from genlm.core.base.validation import checked_builder, checked_integer
 from genlm.core.rows.output_cache import OutputCache
 from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.request_table import Identified, Request
-from genlm.core.scheduler.worker import Submission, Worker
+from genlm.core.scheduler.worker import Submission, Worker, closed_error
 
 logger = logging.getLogger("genlm")
 
 EngineT = TypeVar("EngineT")
 T = TypeVar("T")
-
-EXIT_TIMEOUT_S = 10.0
-"""Maximum time for which the interpreter's exit waits for an engine to close."""
 
 
 class Scheduler(Generic[EngineT]):
@@ -86,15 +82,11 @@ class Scheduler(Generic[EngineT]):
         try:
             self._worker.wait_until_built()
         except BaseException:  # interrupted: the engine is closed once it is built
-            self._worker.stop(_closed_error())
+            self._worker.stop(closed_error())
             raise
-        _live_workers.add(self._worker)
-        # Called before the exit handlers of libraries that the engine uses, such as Ray's.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
         self.release: Callable[[Any], None] = self._worker.release
         # If the scheduler is dropped without `close`, the thread must end.
-        stop = functools.partial(self._worker.stop, _closed_error())
+        stop = functools.partial(self._worker.stop, closed_error())
         weakref.finalize(self, run_in_background, stop).atexit = False
 
     def __repr__(self) -> str:
@@ -251,7 +243,7 @@ class Scheduler(Generic[EngineT]):
 
         The call waits for the engine's current step. Closing twice is allowed.
         """
-        self._worker.stop(_closed_error())
+        self._worker.stop(closed_error())
         self._worker.join()
 
     def check_open(self) -> None:
@@ -299,19 +291,3 @@ def _log_failure(future: concurrent.futures.Future[Any]) -> None:
     error = future.exception()
     if error is not None and not isinstance(error, EngineError):
         logger.error("a call on the engine's thread failed", exc_info=error)
-
-
-def _closed_error() -> EngineClosedError:
-    return EngineClosedError("the engine was closed; load the model again")
-
-
-_live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    workers = list(_live_workers)
-    for worker in workers:
-        worker.is_exiting = True
-        worker.stop(_closed_error())
-    for worker in workers:
-        worker.ended.wait(EXIT_TIMEOUT_S)

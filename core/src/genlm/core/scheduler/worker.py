@@ -21,6 +21,7 @@ and the delivery becomes the result of the evaluations concerned.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import functools
 import logging
@@ -58,16 +59,16 @@ logger = logging.getLogger("genlm")
 Submission = tuple[Identified, Hashable, Hashable]
 """A query, its key, and the requested output."""
 
+EXIT_TIMEOUT_S = 10.0
+"""Maximum time for which the interpreter's exit waits for an engine to close."""
+
 
 class Worker:
     """Runs one engine on one thread; see `Scheduler` for the arguments.
 
     Attributes:
         stopped: The error with which requests are rejected; None while they are accepted.
-        ended: Event that is set when the engine is closed, even if the thread remains.
-        is_exiting: Whether the thread, after closing the engine, waits for the end of the
-            process. Destructors of native thread-local variables, for example in MLX, may need
-            the interpreter, and would abort the process during its finalisation.
+        ended: Event that is set when the engine is closed.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Worker:
         self._wake_engine: Callable[[], None] | None = None
         self._arrivals: LoopBatches[None] = LoopBatches(lambda _: self.flush())
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.ended, self.is_exiting = threading.Event(), False
+        self.ended = threading.Event()
+        self._is_exiting = False  # the interpreter exits
+        self._remains = False  # the thread waits for the end of the process
         # Arguments, not attributes: a reference cycle would delay freeing the model's memory.
         arguments = (build_engine, self._built)
         self._thread = threading.Thread(
@@ -239,16 +242,17 @@ class Worker:
         self.ended.set()  # or the exit of the forked process would wait for the thread
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has ended, or the engine is closed while the process exits.
+        """Wait until the thread has ended, or the engine is closed while the interpreter exits.
 
         The method returns at once if it is called on that thread.
         """
-        if self.runs_here:
-            return
-        if self.is_exiting:
-            self.ended.wait(timeout_s)
-        else:
+        if not self.runs_here and self.ended.wait(timeout_s) and not self._remains:
             self._thread.join(timeout_s)
+
+    def _close_at_exit(self) -> None:
+        self._is_exiting = True
+        self.stop(closed_error())
+        self.ended.wait(EXIT_TIMEOUT_S)
 
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot of the counters."""
@@ -286,6 +290,9 @@ class Worker:
             return
         self._wake_engine = getattr(engine, "wake", None)
         self._engine = engine
+        # Exit handlers are called in reverse order: those registered later may use the model,
+        # and those of libraries that the engine uses, such as Ray's, are called afterwards.
+        atexit.register(self._close_at_exit)
         built.set_result(None)
         del built
         try:
@@ -307,8 +314,12 @@ class Worker:
         # imports, which refer to all frames of the thread.
         self._cache = OutputCache(0)
         del engine  # the error that ended the thread refers to this frame
+        atexit.unregister(self._close_at_exit)
+        # Destructors of native thread-local variables, for example in MLX, may need the
+        # interpreter, and would abort the process during its finalisation.
+        self._remains = self._is_exiting
         self.ended.set()
-        if self.is_exiting:
+        if self._remains:
             threading.Event().wait()
 
     def _die(self, cause: BaseException) -> None:
@@ -509,3 +520,8 @@ class Worker:
 
 def _sequence_count(query: Any) -> int:
     return len(query.wanted) if isinstance(query, GroupQuery) else 1
+
+
+def closed_error() -> EngineClosedError:
+    """Return the error of requests to an engine that was closed."""
+    return EngineClosedError("the engine was closed; load the model again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +37,7 @@ from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.sampling import checked_seed
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -306,7 +306,7 @@ class PythonConstraint(StateConstraint):
         options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
         search = Search(self, population)
         masks, index = self._draw_masks()
-        seed = secrets.randbits(63) if seed is None else seed
+        seed = checked_seed(seed)
         take: Callable[[DrawnTokens], Any] = search.take
         if not is_blocking():
             take = self.language.off_thread(take)

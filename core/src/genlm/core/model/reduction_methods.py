@@ -418,7 +418,7 @@ def _uniform(context: TokenIds, seed: int | None) -> float:
 def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int]:
     """Return the seed of each context."""
     if not is_sequence_like(seed):
-        return stream_seeds(checked_seed(seed), count)
+        return stream_seeds(cast("int | None", seed), count)
     seeds = list(cast("Sequence[int]", seed))
     _check_count("seeds", seeds, count)
     return seeds

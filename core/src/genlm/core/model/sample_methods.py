@@ -31,7 +31,7 @@ from genlm.core.queries.query import GroupQuery, Query
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import checked_seed, stream_seeds, stream_uniform
+from genlm.core.rows.sampling import stream_seeds, stream_uniform
 from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Vocabulary
 from genlm.core.vocab.text import search_stop
@@ -164,7 +164,7 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [stream_seed] = stream_seeds(checked_seed(seed), 1)
+        [stream_seed] = stream_seeds(seed, 1)
         sequence, tail = query.sequence, b""
         [limit] = self._limits([query], options.max_tokens).tolist()
         self._requests.scheduler.check_open()
@@ -213,7 +213,7 @@ class SampleMethods:
         is_batch: bool = False,
     ) -> list[list[int]]:
         """Draw the continuations of checked prompts."""
-        seeds = np.array(stream_seeds(checked_seed(seed), len(queries)), np.int64)
+        seeds = np.array(stream_seeds(seed, len(queries)), np.int64)
         limits = self._limits(queries, options.max_tokens)
         continuations: list[list[int]] = [[] for _ in queries]
         places_by_adapter: dict[str | None, list[int]] = {}

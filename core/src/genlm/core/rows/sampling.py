@@ -56,9 +56,9 @@ def stream_seeds(seed: int | None, count: int) -> list[int]:
 
     Raises:
         ValueError: `seed` is negative.
+        TypeError: `seed` is not an integer.
     """
-    key = secrets.randbits(64) if seed is None else _key(seed)
-    seeds: list[int] = _member_seeds(key, np.arange(count)).tolist()
+    seeds: list[int] = _member_seeds(_key(checked_seed(seed)), np.arange(count)).tolist()
     return seeds
 
 

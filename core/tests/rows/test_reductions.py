@@ -477,11 +477,9 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
     monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * 256)
     most: list[int] = []
 
-    def rows_of(
-        part: torch.Tensor, vocabulary: Vocabulary, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def rows_of(part: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         most.append(len(part))
-        return rows_from_logits(part, vocabulary, out=out)
+        return rows_from_logits(part, *arguments, **options)
 
     monkeypatch.setattr(outputs, "rows_from_logits", rows_of)
     results = reduce_logits(logits, ids, wanted)

@@ -25,7 +25,6 @@ from genlm.core.rows.logits import (
     moved,
     row_parts,
     rows_from_logits,
-    scratch_memory,
 )
 from genlm.core.vocab import Vocabulary
 
@@ -202,10 +201,7 @@ class GroupWork:
                     logits, row_of, members, are_logits=True
                 ):
                     continue
-                is_on_cpu = rows.device.type == "cpu"
-                shape = len(rows), self._vocabulary.size
-                memory = scratch_memory("rows", *shape) if is_on_cpu else None
-                rows = rows_from_logits(logits, self._vocabulary, out=memory)
+                rows = rows_from_logits(logits, self._vocabulary, reuses_memory=True)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
             if invalid:
                 self.errors |= {int(places[i]): error for i, error in invalid.items()}

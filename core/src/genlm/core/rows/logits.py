@@ -37,7 +37,7 @@ _missing = WeakKeyDictionary()
 
 
 def rows_from_logits(
-    logits: torch.Tensor, vocabulary: Vocabulary, *, out: torch.Tensor | None = None
+    logits: torch.Tensor, vocabulary: Vocabulary, *, reuses_memory: bool = False
 ) -> torch.Tensor:
     """Normalise logits over exactly the ids that the vocabulary has.
 
@@ -47,7 +47,8 @@ def rows_from_logits(
     Args:
         logits: Shape `(n, width)`, any floating dtype, any device.
         vocabulary: Vocabulary of the rows.
-        out: Memory for the result if no logits are missing, of its shape, float32.
+        reuses_memory: Whether the next calls on this thread may overwrite the result, which
+            saves the allocation of memory on a CPU.
 
     Returns:
         Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the device of
@@ -63,7 +64,9 @@ def rows_from_logits(
     size = vocabulary.size
     known = known_logits(logits, vocabulary).float()
     if known.shape[1] == size:
-        return torch.log_softmax(known, -1, out=out)
+        is_reused = reuses_memory and known.device.type == "cpu"
+        memory = scratch_memory("rows", len(known), size) if is_reused else None
+        return torch.log_softmax(known, -1, out=memory)
     rows = torch.log_softmax(known, -1)
     padded = rows.new_full((rows.shape[0], size), float("-inf"))
     padded[:, : rows.shape[1]] = rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +20,6 @@ from genlm.core.rows.logits import (
     moved,
     row_parts,
     rows_from_logits,
-    scratch_memory,
 )
 from genlm.core.vocab import Vocabulary
 
@@ -108,8 +107,9 @@ def _reduce_part(
     else:
         part.compute_from_logits(values, vocabulary)
         if part.remaining:
-            memory = _row_memory(values, part.remaining, vocabulary.size)
-            rows = rows_from_logits(values, vocabulary, out=memory)
+            # Results of reductions may refer to the rows; those for callers are copied.
+            are_copied = set(part.remaining) == {_NO_REDUCTION}
+            rows = rows_from_logits(values, vocabulary, reuses_memory=are_copied)
             part.compute_from_rows(rows, is_normalised=True)
     return part.results()
 
@@ -184,16 +184,6 @@ class _PartOutputs:
     def _store(self, indices: list[int], values: Sequence[Any]) -> None:
         for index, value in zip(indices, values, strict=True):
             self._values[index] = value
-
-
-def _row_memory(
-    logits: torch.Tensor, kinds: Collection[type], size: int
-) -> torch.Tensor | None:
-    """Return memory for rows that are copied for their callers; None for new memory."""
-    if logits.device.type != "cpu" or logits.shape[1] < size:
-        return None
-    # Results of other reductions may refer to the rows.
-    return scratch_memory("rows", len(logits), size) if set(kinds) == {_NO_REDUCTION} else None
 
 
 class _SmallTensor:

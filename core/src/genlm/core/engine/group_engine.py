@@ -46,7 +46,7 @@ from genlm.core.queries.query import (
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.groups import GroupWork, compute_columns
 from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
-from genlm.core.rows.logits import invalid_rows, moved
+from genlm.core.rows.logits import device_index, invalid_rows
 from genlm.core.rows.outputs import reduce_rows
 from genlm.core.vocab import Vocabulary
 
@@ -94,7 +94,7 @@ class MemberColumns(Reduction):
             row_of = np.repeat(np.arange(len(places)), counts)
             group_rows = rows
             if places != list(range(len(rows))):
-                group_rows = rows[moved(torch.tensor(places, device="cpu"), rows.device)]
+                group_rows = rows[device_index(places, rows.device)]
             columns = compute_columns(reduction, group_rows, row_of, members)
             assert columns is not None  # noqa: S101 - these are rows
             if not reduction.stays_on_device:

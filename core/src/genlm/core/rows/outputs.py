@@ -15,9 +15,9 @@ from genlm.core.base.errors import GenlmError
 from genlm.core.queries.query import Outputs, Reduced
 from genlm.core.rows.logits import (
     copied_rows,
+    device_index,
     invalid_rows,
     known_logits,
-    moved,
     row_parts,
     rows_from_logits,
 )
@@ -179,7 +179,7 @@ class _PartOutputs:
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
             return values[first : first + count]
-        return values[moved(torch.tensor(rows, device="cpu"), values.device)]
+        return values[device_index(rows, values.device)]
 
     def _store(self, indices: list[int], values: Sequence[Any]) -> None:
         for index, value in zip(indices, values, strict=True):

@@ -23,7 +23,7 @@ import torch
 from genlm.core.queries.query import Reduction
 from genlm.core.rows.draws import batch_log_mass
 from genlm.core.rows.group_reductions import DrawColumns
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import device_index, moved
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.selection import batch_top_k
@@ -50,13 +50,9 @@ class TokenLogprobs(Reduction):
     ) -> Sequence[torch.Tensor]:
         """Gather the tokens of all requests in one operation."""
         sizes = [len(request.token_ids) for request in requests]
-        ids = torch.tensor(
-            [token_id for request in requests for token_id in request.token_ids],
-            dtype=torch.long,
-            device="cpu",
-        )
+        ids = [token_id for request in requests for token_id in request.token_ids]
         places = torch.from_numpy(np.repeat(np.arange(len(requests)), sizes))
-        logprobs = rows[moved(places, rows.device), moved(ids, rows.device)].cpu()
+        logprobs = rows[moved(places, rows.device), device_index(ids, rows.device)].cpu()
         return torch.split(logprobs, sizes)
 
 

@@ -11,7 +11,7 @@ import torch
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.query import GroupReduction, Reduction
-from genlm.core.rows.logits import moved
+from genlm.core.rows.logits import device_index, moved
 
 RowFunction: TypeAlias = Callable[[torch.Tensor], "torch.Tensor | tuple[torch.Tensor, ...]"]
 """Function of rows, shape `(n, vocab_size)`, float32, which it must not change; it returns a
@@ -41,7 +41,7 @@ class ReductionOfFunction(Reduction):
             places_of.setdefault(request.function, []).append(place)
         results: list[Any] = [None] * len(requests)
         for function, places in places_of.items():
-            selected = rows[moved(torch.tensor(places, device="cpu"), rows.device)]
+            selected = rows[device_index(places, rows.device)]
             is_tuple, columns = _columns(function, selected)
             entries = zip(*(column.cpu() for column in columns), strict=True)
             for place, entry in zip(places, entries, strict=True):

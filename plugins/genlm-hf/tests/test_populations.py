@@ -124,6 +124,27 @@ def test_padding_of_members_never_reaches_beyond_the_positions_that_a_model_has(
             assert Oracle(model).largest_error(sequences, list(rows)) <= 1e-4
 
 
+def test_steps_from_an_empty_cache_have_equal_bits(tokenizer: Any) -> None:
+    """A lossless compressor decodes with the rows with which it has encoded."""
+    torch.manual_seed(7)
+    model = build_model("llama", **llama_settings(hidden_size=64, intermediate_size=96))
+    prompt = ids_of_lengths(19)[0]
+    texts = torch.randint(3, 9, (5, 6))
+    with AsyncLM(lambda: serve(model, tokenizer)) as lm:
+
+        def rows_of_texts() -> torch.Tensor:
+            lm.clear_kv_cache()
+            population, rows = lm.population(prompt, len(texts)), []
+            for token_ids in texts.T:
+                rows.append(population.next_token_logprobs_sync())
+                population = population.extend(token_ids)
+            return torch.stack(rows)
+
+        rows = rows_of_texts()
+        lm.population([prompt[:7], prompt, [3]]).sample_sync(4, seed=1)
+        assert torch.equal(rows_of_texts(), rows)
+
+
 class Highest(genlm.Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Any]) -> list[Any]:

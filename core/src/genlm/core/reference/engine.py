@@ -38,7 +38,7 @@ class ReferenceEngine(BatchEngine):
 
     Args:
         model: `"demo"` for the text in the package, or the path of a text file. Blank lines
-            separate its documents.
+            separate its documents; white space around them is removed.
         text: Training text in place of `model`, which must then be `"demo"`.
         order: Length of the longest n-gram.
         adapter_weight: Share of the adapter in an adapted distribution, in (0, 1].

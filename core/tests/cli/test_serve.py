@@ -27,8 +27,8 @@ class Server:
         self.calls.append(("join", address, is_local))
         return address or "here:1"
 
-    def leave(self) -> bool:
-        return self.answers
+    def leaver(self) -> Callable[[], bool]:
+        return lambda: self.answers
 
     def serve(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         self.calls.append(("serve", arguments, options))

@@ -301,8 +301,9 @@ def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):
 
 
 STATUS = """
-import functools, os, signal, sys
+import atexit, os, signal, sys, threading
 from genlm.cli import app
+from genlm_ray import cluster
 from genlm_ray.engine import RayEngine
 
 address, head = sys.argv[1], int(sys.argv[2])
@@ -310,10 +311,12 @@ descriptions = RayEngine.served(address)
 
 def served(address):
     os.kill(head, signal.SIGSTOP)
+    # Python 3.12 starts no thread while the interpreter exits.
+    atexit.register(setattr, threading.Thread, "start", None)
     return descriptions
 
 RayEngine.served = staticmethod(served)
-RayEngine.leave = staticmethod(functools.partial(RayEngine.leave, 1.0))
+cluster.LEAVE_TIMEOUT_S = 1.0
 app(["serve", "--status", "--name", "nothing", "--address", address])
 """
 

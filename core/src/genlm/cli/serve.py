@@ -1,6 +1,6 @@
 """`genlm serve`: replicas of a model that keep running after the command, with plugin `ray`.
 
-The core uses only the functions `join`, `serve`, `served`, `stop` and `leave` of the plugin. A
+The core uses only the functions `join`, `serve`, `served`, `stop` and `leaver` of the plugin. A
 cluster is joined only if the user names it, because served models outlive the command.
 """
 
@@ -64,11 +64,12 @@ def serve(
     engine_options = checked_options(options)
     replica_resources = checked_options(resources, "--resources")
     server: Any = get_backend(_SERVER)
+    leave_cluster = server.leaver()
     status_code = 1  # if the command raises
 
     def leave() -> None:
         # Ray's exit handler waits without limit for a cluster that does not answer.
-        if not server.leave():
+        if not leave_cluster():
             typer.echo("the Ray cluster does not answer; left it as it is", err=True)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -196,7 +196,7 @@ def join(address: str | None = None, *, is_local: bool = False) -> str:
             os.environ["RAY_ADDRESS"] = named
     if joined.rpartition(":")[0] not in _local_hosts():
         if not was_joined:
-            leave()
+            leaver()()
         raise ModelLoadError(
             f"no Ray cluster has its head on this machine, which is a node of the one at "
             f"{joined!r}; pass this address to use it"
@@ -204,13 +204,24 @@ def join(address: str | None = None, *, is_local: bool = False) -> str:
     return joined
 
 
-def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
-    """Leave the cluster of this process.
+def leaver() -> Callable[[], bool]:
+    """Return a function that leaves the cluster of this process.
+
+    An exit handler may call it: its thread is started here, because Python 3.12 cannot start
+    threads while the interpreter exits.
 
     Returns:
-        False if the cluster does not respond; this process then cannot end normally.
+        Function that returns False if the cluster does not respond; this process then cannot
+        end normally.
     """
-    return bool(concurrent.futures.wait([_call(ray.shutdown)], timeout_s).done)
+    leaves = threading.Event()
+    left = _call(lambda: leaves.wait() and ray.shutdown())
+
+    def leave() -> bool:
+        leaves.set()
+        return bool(concurrent.futures.wait([left], LEAVE_TIMEOUT_S).done)
+
+    return leave
 
 
 def _local_hosts() -> set[str]:

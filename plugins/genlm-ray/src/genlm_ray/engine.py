@@ -72,7 +72,7 @@ class RayEngine:
 
     # Functions that `genlm serve` calls.
     join = staticmethod(cluster.join)
-    leave = staticmethod(cluster.leave)
+    leaver = staticmethod(cluster.leaver)
     serve = staticmethod(serving.serve)
     served = staticmethod(serving.served)
     stop = staticmethod(serving.stop)

@@ -289,6 +289,18 @@ def test_a_model_of_a_lost_cluster_is_closed_without_calls_of_ray(in_process, mo
         kill(actor)
 
 
+def test_closing_does_not_wait_for_a_head_that_is_not_yet_known_to_be_lost(
+    in_process, monkeypatch
+):
+    answers = threading.Event()
+    monkeypatch.setattr(cluster, "LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cluster, "remove", lambda _: answers.wait())
+    llm, engine, _ = in_process(replicas=1)
+    assert _ended(llm.close) is None
+    answers.set()
+    engine.driver._thread.join(60)
+
+
 def _hang(driver, monkeypatch, hang):
     """Make the first replica hang, and reduce the timeout of pings until it is lost.
 

@@ -22,6 +22,7 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
+from ray.util.placement_group import PlacementGroup
 
 from genlm import EngineDiedError, EngineError
 from genlm.plugin import (
@@ -113,8 +114,12 @@ class Driver:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def close(self) -> None:
-        """End private replicas and detach from served replicas, unless the cluster is lost."""
+    def close(self, groups: Sequence[PlacementGroup] = ()) -> None:
+        """End private replicas and detach from served replicas, unless the cluster is lost.
+
+        Args:
+            groups: Reservations to release.
+        """
         if self._loop.is_closed():
             return
         for link in self.links:
@@ -124,6 +129,8 @@ class Driver:
                 serving.kill(link.actor)
             elif link.session:
                 link.actor.detach.remote(link.session)
+        if ray.is_initialized() and not self.is_head_lost:
+            self.schedule(cluster.remove, groups)
         self.schedule(self._loop.stop)
         self._thread.join(cluster.LEAVE_TIMEOUT_S)  # a call of Ray may hang
 

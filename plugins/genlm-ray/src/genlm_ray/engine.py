@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import ray
-
 from genlm.plugin import (
     Capability,
     Completion,
@@ -197,9 +195,7 @@ class RayEngine:
 
     def close(self) -> None:
         """End private replicas; served replicas keep running."""
-        self.driver.close()
-        if ray.is_initialized() and not self.driver.is_head_lost:
-            cluster.remove(self._groups)
+        self.driver.close(self._groups)
         self._groups = []
 
     def statistics(self) -> dict[str, int | float | str]:

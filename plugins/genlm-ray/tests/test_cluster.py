@@ -338,6 +338,42 @@ def test_the_command_ends_after_its_table_although_the_head_hangs():
     assert "the Ray cluster does not answer" in done.stderr
 
 
+FORKING = """
+import os, sys
+import genlm
+from genlm_ray import cluster
+from genlm_ray.conformance import RESOURCES
+
+def load():
+    return genlm.load_model("demo", "ray", engine="reference", resources=RESOURCES)
+
+cluster.connect(sys.argv[1], default=None)
+if not os.fork():
+    try:
+        load()
+    except genlm.ModelLoadError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+with load() as llm:
+    print(len(llm.next_token_logprobs_sync([1])))
+"""
+
+
+def test_a_forked_process_is_told_that_ray_stayed_behind():
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore::DeprecationWarning"),  # Python 3.12's, of the fork
+            *("-c", FORKING, ray.get_runtime_context().gcs_address),
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    forked, row = done.stdout.splitlines()
+    assert forked.startswith("this process was forked from one that had joined a Ray cluster")
+    assert row == "257"
+
+
 def test_a_process_that_sends_no_token_or_has_none_gets_the_error_of_ray(tmp_path):
     address = ray.get_runtime_context().gcs_address
     attempts = {"RAY_NUM_REDIS_GET_RETRIES": "2"}

@@ -55,6 +55,18 @@ which must not wait for polls."""
 
 _lock = threading.Lock()
 
+_is_forked = threading.Event()
+"""Set in a process that was forked from one that had joined a cluster."""
+
+
+def _after_fork() -> None:
+    if ray.is_initialized():
+        _is_forked.set()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 logger = logging.getLogger("genlm.ray")
 
 
@@ -76,9 +88,15 @@ def connect(
 
     Raises:
         ModelLoadError: There is no cluster, no cluster was named, the cluster has another
-            version of Ray or Python, refuses the token or does not respond, or this process
-            has joined another cluster.
+            version of Ray or Python, refuses the token or does not respond, this process has
+            joined another cluster, or it was forked from a process that had joined one.
     """
+    if _is_forked.is_set():  # all calls of Ray would hang
+        raise ModelLoadError(
+            "this process was forked from one that had joined a Ray cluster, and Ray's threads "
+            "stayed there; use a cluster in spawned processes, such as those of "
+            "multiprocessing.get_context('spawn')"
+        )
     with _lock:
         if not ray.is_initialized():
             _connect(address, options or {}, default)

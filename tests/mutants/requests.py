@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 import genlm.core.model.requests
-from genlm import AsyncLM, EvaluationError, GenlmError
+from genlm import AsyncLM, ContextLengthError, EvaluationError, GenlmError
+from genlm.core.model.requests import Requests
 
 from .mutant import core_fault, core_mutant
 
@@ -19,26 +20,22 @@ from .mutant import core_fault, core_mutant
 def negative_ids_count_from_the_end(checked):
     """Takes negative ids as places counted from the end, as lists do."""
 
-    def broken(token_ids, *, vocab_size, max_context):
+    def broken(token_ids, vocab_size):
         if isinstance(token_ids, list) and all(type(i) is int for i in token_ids):
             token_ids = [i % vocab_size if -vocab_size <= i < 0 else i for i in token_ids]
-        return checked(token_ids, vocab_size=vocab_size, max_context=max_context)
+        return checked(token_ids, vocab_size)
 
     return broken
 
 
-@core_fault(
-    genlm.core.model.requests,
-    "checked_token_ids",
-    found_by="model/test_lm.py::test_every_sequence_gets_its_own_row",
-)
-def too_long_is_cut(checked):
+@core_fault(Requests, "_sequence", found_by="model/test_lm.py::test_a_wrong_request_is_refused")
+def too_long_is_cut(sequence):
     """Cuts sequences that are longer than the context."""
 
-    def broken(token_ids, *, vocab_size, max_context):
-        if isinstance(token_ids, list):
-            token_ids = token_ids[-max_context:]
-        return checked(token_ids, vocab_size=vocab_size, max_context=max_context)
+    def broken(self, token_ids):
+        if isinstance(token_ids, list) and self.max_context is not None:
+            token_ids = token_ids[-self.max_context :]
+        return sequence(self, token_ids)
 
     return broken
 
@@ -51,10 +48,10 @@ def too_long_is_cut(checked):
 def floats_are_rounded(checked):
     """Rounds ids that are not integers."""
 
-    def broken(token_ids, **limits):
+    def broken(token_ids, vocab_size):
         if isinstance(token_ids, list) and any(isinstance(i, float) for i in token_ids):
             token_ids = [int(i) for i in token_ids]
-        return checked(token_ids, **limits)
+        return checked(token_ids, vocab_size)
 
     return broken
 
@@ -84,11 +81,11 @@ def errors_of_one_class(batch):
 def bytes_of_arrays(checked):
     """Reads arrays of any width as if their integers had 64 bits."""
 
-    def broken(token_ids, **limits):
+    def broken(token_ids, vocab_size):
         if isinstance(token_ids, np.ndarray) and token_ids.itemsize == 4:
             wide = np.frombuffer(token_ids.tobytes()[: len(token_ids) // 2 * 8], np.int64)
             token_ids = (wide & 7).tolist() or token_ids
-        return checked(token_ids, **limits)
+        return checked(token_ids, vocab_size)
 
     return broken
 
@@ -101,10 +98,10 @@ def bytes_of_arrays(checked):
 def strides_ignored(checked):
     """Reads a strided view of an array as if it were contiguous."""
 
-    def broken(token_ids, **limits):
+    def broken(token_ids, vocab_size):
         if isinstance(token_ids, np.ndarray) and token_ids.base is not None:
             token_ids = token_ids.base.ravel()[: len(token_ids)]
-        return checked(token_ids, **limits)
+        return checked(token_ids, vocab_size)
 
     return broken
 
@@ -117,23 +114,21 @@ def strides_ignored(checked):
 def lists_only(checked):
     """Refuses torch tensors as token ids."""
 
-    def broken(token_ids, **limits):
-        return checked(None if isinstance(token_ids, torch.Tensor) else token_ids, **limits)
+    def broken(token_ids, vocab_size):
+        return checked(None if isinstance(token_ids, torch.Tensor) else token_ids, vocab_size)
 
     return broken
 
 
-@core_mutant(
-    genlm.core.model.requests,
-    "checked_token_ids",
-    killed_by="the-context-can-be-filled",
-    shows_as="exception",
-)
-def context_one_short(checked):
+@core_mutant(Requests, "_sequence", killed_by="the-context-can-be-filled", shows_as="exception")
+def context_one_short(sequence):
     """Refuses a sequence that fills the context."""
 
-    def broken(token_ids, *, vocab_size, max_context):
-        return checked(token_ids, vocab_size=vocab_size, max_context=max_context - 1)
+    def broken(self, token_ids):
+        result = sequence(self, token_ids)
+        if len(result) == self.max_context:
+            raise ContextLengthError(len(result), self.max_context - 1)
+        return result
 
     return broken
 

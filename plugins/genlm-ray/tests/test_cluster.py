@@ -374,6 +374,28 @@ def test_a_forked_process_is_told_that_ray_stayed_behind():
     assert row == "257"
 
 
+TERMINATED = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(10 + signal.alarm(0)))
+import genlm
+from genlm_ray.conformance import RESOURCES
+
+llm = genlm.load_model(
+    "demo", "ray", engine="reference", resources=RESOURCES, address=sys.argv[1]
+)
+os.kill(os.getpid(), signal.SIGTERM)
+llm.next_token_logprobs_sync([1])
+"""
+
+
+def test_the_handler_of_sigterm_of_a_program_is_kept():
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED, ray.get_runtime_context().gcs_address],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 10, done.stderr
+
+
 def test_a_process_that_sends_no_token_or_has_none_gets_the_error_of_ray(tmp_path):
     address = ray.get_runtime_context().gcs_address
     attempts = {"RAY_NUM_REDIS_GET_RETRIES": "2"}

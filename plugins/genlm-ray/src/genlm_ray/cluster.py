@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import ctypes
 import functools
 import logging
 import os
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -127,7 +131,8 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
         _check_head(target)
     for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
         try:
-            _call(lambda: ray.init(**arguments), ends=False).result()
+            with _keep_sigterm_handler():
+                _call(lambda: ray.init(**arguments), ends=False).result()
             return
         except Exception as error:
             is_refused = isinstance(error, (TypeError, ValueError))  # an argument
@@ -141,6 +146,23 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
                 f"cannot {action}: {reason}. `ray start --head` starts "
                 f"a cluster on this machine; address='host:port' joins another one"
             ) from error
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which `ray.init` replaces.
+
+    Ray's handler calls the one before, but aborts the process three seconds later. Python sets
+    handlers on the main thread only.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    sigaction = ctypes.CDLL(None).sigaction
+    handler = ctypes.create_string_buffer(1024)  # a `struct sigaction`, which is smaller
+    sigaction(signal.SIGTERM, None, handler)
+    yield
+    sigaction(signal.SIGTERM, handler, None)
 
 
 def _check_head(target: str) -> None:

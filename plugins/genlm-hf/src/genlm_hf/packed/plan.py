@@ -237,8 +237,7 @@ def _shared_lengths(
     limits = lengths - 1  # no group shares the last slot, which is the query token's
     paths = _Paths(slots, rows, limits)
     members, shared = np.arange(len(lengths)), np.zeros_like(lengths)
-    # Below 0 only with the costs of tests that request as many groups as possible.
-    columns = shared + max(0, _least_saving(len(lengths), trunk) - 1)
+    columns = shared + _least_saving(len(lengths), trunk) - 1
     while len(members := members[columns[members] < limits[members]]):
         order, bounds = _equal_keys(paths.slots(members, columns[members]))
         members, counts, leaders = members[order], np.diff(bounds), members[order[bounds[:-1]]]

@@ -161,8 +161,10 @@ def _keep_sigterm_handler() -> Iterator[None]:
     sigaction = ctypes.CDLL(None).sigaction
     handler = ctypes.create_string_buffer(1024)  # a `struct sigaction`, which is smaller
     sigaction(signal.SIGTERM, None, handler)
-    yield
-    sigaction(signal.SIGTERM, handler, None)
+    try:
+        yield
+    finally:
+        sigaction(signal.SIGTERM, handler, None)
 
 
 def _check_head(target: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm.core.base.arrays import ranges
 from genlm.core.queries.generations import Integers64
 from genlm.prefix.node import SCRATCH_SLOT, Node, Paths, Slots
 from genlm.prefix.tree import PrefixTree
@@ -139,16 +140,15 @@ class TableBatch:
         """Return the tokens of segments, without a trunk; the last ones are the results."""
         counts = np.array([len(segment.tokens) for segment in segments])
         rows = np.repeat(np.arange(len(segments)), counts)
-        begins = np.cumsum(counts) - counts
         pasts = np.array([segment.past for segment in segments])
         return cls(
             tokens=np.array([token for s in segments for token in s.tokens], np.int64),
-            positions=pasts[rows] + np.arange(len(rows)) - begins[rows],
+            positions=ranges(pasts, counts),
             writes=np.concatenate([segment.writes for segment in segments]),
             trunk=np.empty(0, np.int64),
             slots=padded_slots(segments),
             rows=rows,
-            results=begins + counts - 1,
+            results=np.cumsum(counts) - 1,
         )
 
     @property

@@ -8,7 +8,6 @@ shared engine is open at a time, because some libraries allow one engine per pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -159,8 +158,7 @@ class EngineHandle:
 
     def close(self) -> None:
         """Abort this model's queries; the engine stays open."""
-        with suppress(EngineClosedError):  # when the process exits, all are closed at once
-            self._shared.call(lambda: self._shared.abort_all(self))
+        self._shared.call(lambda: self._shared.abort_all(self))
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """The engine's statistics, summed over all models."""

@@ -274,7 +274,7 @@ class Population(MemberScores):
             self._finished,
             limits,
             settings.weights,
-            np.array(stream_seeds(checked_seed(seed), count), np.int64),
+            np.array(stream_seeds(seed, count), np.int64),
             self._step,
             *ends,
         )

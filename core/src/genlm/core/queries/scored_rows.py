@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from genlm.core.base.arrays import ranges
 from genlm.core.queries.generations import NO_TOKEN, Generation, Integers64
 
 
@@ -54,7 +55,7 @@ def scored_rows(
         levels.append(continued)
         sizes.append(len(lineage))
     members = np.arange(len(places)).repeat(counts)
-    positions = np.arange(len(members)) - (counts.cumsum() - counts)[members]
+    positions = ranges(0, counts)
     # The sequences of a level, which precede the tokens of one position, are distinct.
     keys = (np.cumsum(sizes) - sizes)[positions] + np.stack(levels)[positions, members]
     _, firsts, row_of = np.unique(keys, return_index=True, return_inverse=True)

@@ -7,7 +7,9 @@ questions:
   reduced to a column, and every fourth step resampled, after a prompt of 512 tokens. The
   forward pass returns zeros. The figure is the time of the population, the scheduler, the
   block table and the plan of the pass, in microseconds per member and step. It should not
-  depend on the number of members; the limit is a few passes over some arrays.
+  depend on the number of members; the limit is a few passes over some arrays. The same number
+  of members is also divided among populations of different prompts that are extended
+  concurrently, as by programs for many prompts.
 - With the model: a population whose members are extended by the tokens that are drawn for them,
   with a second copy of the weights (`prepack=True`) and without, against lockstep decoding, the
   model's `[N, 1]` forward pass with a cache for every member and whole rows, without draws,
@@ -35,6 +37,7 @@ from particle_population import CLOCKS, Clock, Population
 from report import in_turn, print_cases
 
 from genlm import AsyncLM, OutputCache
+from genlm import Population as Members
 from genlm.core.queries.query import GroupReduction
 from genlm.prefix import ForwardResult, TableBatch
 from genlm_hf.engine import HFEngine
@@ -44,6 +47,7 @@ from genlm_hf.packed.plan import SharedLengths, plan_table
 SEED = 5
 HOST_STEPS, HOST_PROMPT, HOST_TOKENS, HOST_VOCABULARY = 24, 512, 64, 300
 RESAMPLE_EVERY = 4
+MOST_CONCURRENT = 1000
 
 
 class FirstColumn(GroupReduction):
@@ -107,6 +111,32 @@ def decode(
     return asyncio.run(run())
 
 
+def decode_concurrently(lm: AsyncLM, case: Population, clock: Clock, size: int) -> float:
+    """Seconds a step of populations of `size` members with prompts that end differently."""
+    random = np.random.default_rng(SEED)
+    prompt = [token % lm.vocabulary.size for token in case.prompt[:-1]]
+
+    async def run(number: int, members: Members | None) -> Members:
+        if members is None:
+            members = lm.population([*prompt, number % lm.vocabulary.size], size)
+        for step in range(case.steps if len(members.tokens[0]) > len(prompt) + 1 else 1):
+            members = members.extend(random.integers(0, HOST_TOKENS, size))
+            await members.reduce(FirstColumn())
+            if case.every and step % case.every == case.every - 1:
+                members = members[np.sort(random.integers(0, size, size))]
+        return members
+
+    async def all_of_them() -> float:
+        count = case.count // size
+        started = await asyncio.gather(*(run(number, None) for number in range(count)))
+        start = clock()
+        await asyncio.gather(*(run(*each) for each in enumerate(started)))
+        return (clock() - start) / case.steps
+
+    lm.clear_kv_cache()
+    return asyncio.run(all_of_them())
+
+
 def host_costs(options: argparse.Namespace, clock: Clock) -> dict[str, dict[str, list[float]]]:
     """Microseconds a member and step beside the model."""
     found = {}
@@ -120,11 +150,11 @@ def host_costs(options: argparse.Namespace, clock: Clock) -> dict[str, dict[str,
         )
         with AsyncLM(engine, output_cache=OutputCache(0)) as lm, no_forward(count):
             run = functools.partial(decode, lm, case, clock, tokens=HOST_TOKENS)
-            found[f"host {case}"] = in_turn(
-                {"population": lambda run=run, n=count: run() / n * 1e6},
-                options.rounds,
-                f"host {case}",
-            )
+            contestants = {"population": lambda run=run, n=count: run() / n * 1e6}
+            for size in options.sizes if count <= MOST_CONCURRENT else ():
+                part = functools.partial(decode_concurrently, lm, case, clock, size)
+                contestants[f"populations of {size}"] = lambda p=part, n=count: p() / n * 1e6
+            found[f"host {case}"] = in_turn(contestants, options.rounds, f"host {case}")
     return found
 
 
@@ -165,6 +195,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--host", type=int, nargs="*", default=[1000, 10_000])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[100, 10, 4])
     parser.add_argument(
         "--cases",
         nargs="*",

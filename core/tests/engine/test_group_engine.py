@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from scripted import ScriptedEngine, oracle_row
 
 import genlm
 from genlm.core.engine.group_engine import MemberColumns, with_groups
-from genlm.core.queries.generations import Generation, Lineage
+from genlm.core.queries.generations import Generation, Lineage, first_generation
 from genlm.core.queries.query import Completion, GroupQuery, Query, Reduced
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.group_reductions import Rows
@@ -88,6 +89,73 @@ def test_each_distinct_sequence_is_one_query(make_model, answer):
         population.draw_sync(masks, temperature=0.5, seed=6), reference, strict=True
     ):
         assert torch.equal(column, expected)
+
+
+@pytest.mark.parametrize("others", ["none", "a single query", "an earlier group"])
+def test_small_groups_share_passes_with_single_queries_if_there_are_any(make_model, others):
+    class Recording(ScriptedEngine):
+        groups = 0
+
+        def submit_group(self, group):
+            self.groups += 1
+            super().submit_group(group)
+
+    engine = Recording(SIZE)
+    llm = make_model(engine)
+    llm.next_token_logprobs_sync((5, 5))  # has its row before the groups arrive
+    small = [llm.population([(1, 2), (3, 4, 5)]), llm.population([(6,), (7, 1), (8, 8)])]
+    single = [(9, 9), (9, 1)]
+    if others == "an earlier group":  # that shared a pass with single queries
+
+        async def earlier() -> None:
+            await asyncio.gather(small[0].draw(seed=1), *map(llm.next_token_logprobs, single))
+
+        asyncio.run(earlier())
+    engine.batches.clear()
+
+    async def together() -> list[torch.Tensor]:
+        requests = [each.next_token_logprobs() for each in small]
+        if others == "a single query":  # which arrives last
+            requests += map(llm.next_token_logprobs, single)
+        return await asyncio.gather(*requests)
+
+    found = asyncio.run(together())
+    members = [[(1, 2), (3, 4, 5)], [(6,), (7, 1), (8, 8)]]
+    for rows, each in zip(found, members, strict=False):
+        assert torch.equal(rows, torch.stack([oracle_row(ids, None, SIZE) for ids in each]))
+    [batch] = engine.batches
+    assert len(batch) == 7 if others == "a single query" else 5
+    assert engine.groups == (2 if others == "none" else 0)
+
+
+def test_a_small_group_that_is_refused_fails_alone(make_model):
+    class Refusing(ScriptedEngine):
+        def submit_group(self, group):
+            if len(group.wanted) == 2:
+                raise ArithmeticError("refused")
+            super().submit_group(group)
+
+    llm = make_model(Refusing(SIZE))
+    populations = [llm.population(MEMBERS[:2]), llm.population([(6,), (7, 1), (8, 8)])]
+
+    async def together() -> list[Any]:
+        requests = [each.draw(seed=1) for each in populations]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    error, drawn = asyncio.run(together())
+    assert isinstance(error, genlm.EvaluationError)
+    assert "refused" in str(error)
+    assert drawn.token_ids.min() >= 0
+
+
+def test_a_waiting_group_can_be_cancelled() -> None:
+    engine = ScriptedEngine(SIZE)
+    groups = with_groups(engine)
+    generation, places = first_generation([TokenSequence.of(ids) for ids in [(1,), (2,)]])
+    groups.submit_group(GroupQuery(1, generation, places, places, Rows()))
+    groups.abort(1)
+    assert list(groups.step()) == []
+    assert not engine.batches
 
 
 def test_a_refused_query_fails_its_members_alone(make_model):

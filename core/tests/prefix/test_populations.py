@@ -38,7 +38,7 @@ from genlm.prefix import (
     TableBatch,
     TreeBatch,
 )
-from genlm.prefix.block_table import BlockTable
+from genlm.prefix.block_table import BlockTable, joined_rows
 from genlm.prefix.tree import PrefixTree
 
 from .test_engine import Adapters
@@ -614,6 +614,24 @@ def test_the_common_slots_of_a_table_are_found_in_few_operations(shared: int) ->
     assert Counted.reads < 50
 
 
+def test_rows_of_several_tables_have_the_common_slots_as_their_trunk() -> None:
+    first = BlockTable(
+        np.array([7, 8, 9]), np.array([[1, 0], [2, 3]], np.int32), np.array([1, 2])
+    )
+    second = BlockTable(
+        np.array([7, 8, 4, 5]), np.array([[6], [6]], np.int32), np.array([1, 0])
+    )
+    joined = joined_rows([(first, np.array([1])), (second, np.arange(2))])
+    assert joined.trunk.tolist() == [7, 8]
+    rows = [row[:n].tolist() for row, n in zip(joined.slots, joined.lengths, strict=True)]
+    assert rows == [[9, 2, 3], [4, 5, 6], [4, 5]]
+    assert joined.last.tolist() == [3, 6, 5]
+    empty = joined_rows([(first, np.arange(2)), (BlockTable.empty(1), np.array([0]))])
+    assert len(empty.trunk) == 0
+    assert empty.lengths.tolist() == [4, 5, 0]
+    assert empty.last.tolist() == [1, 3, 0]
+
+
 def test_tokens_of_a_population_are_computed_once() -> None:
     engine = Engine(500)
     population = Members([(1, 2, 0, 1)] * 7)
@@ -657,6 +675,26 @@ def test_populations_that_are_pending_together_are_computed_in_one_pass() -> Non
         ask_together(engine, first)
         assert forwards() == before + 2
     check(engine)
+
+
+def test_equal_tokens_after_a_common_prompt_are_computed_once_for_several_populations() -> None:
+    engine = Engine(500, max_rows=100, max_tokens=100)
+    first, second, third = [Members([ids] * 3) for ids in [(1, 2, 0), (1, 2, 0), (1, 2)]]
+
+    def cost() -> int:
+        before = engine.model.table_tokens
+        ask_together(engine, [third, second, first])
+        check(engine)
+        return engine.model.table_tokens - before
+
+    cost()
+    first.extend([(0,), (1,), (1,)])
+    second.extend([(1,), (-1,), (2,)])
+    third.extend([(0,), (1,), (1,)])
+    assert cost() == 3 + 1 + 2  # 0 to 2 after the prompt of two, and its last token again
+    first.extend([(0, 0), (1, -1), (-1, 2)])
+    third.extend([(2, 2, 2), (-1, -1, 1), (-1, -1, 0)])
+    assert cost() == 4 + 3 + 5
 
 
 @pytest.mark.parametrize("limits", [{"max_rows": 5}, {"max_rows": 100, "max_tokens": 5}])

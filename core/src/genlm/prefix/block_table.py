@@ -7,6 +7,7 @@ row of any length costs one operation. This module does not depend on torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,7 @@ class SlotReferences:
         return np.concatenate(freed)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
     """The slots of n sequences.
 
@@ -98,12 +99,12 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
+    @functools.cached_property
     def tokens(self) -> Integers64:
         """Number of tokens of each row that have slots, shape `(n,)`."""
         return self.lengths + len(self.trunk)
 
-    @property
+    @functools.cached_property
     def last(self) -> Slots:
         """The last slot of each row, shape `(n,)`; `SCRATCH_SLOT` for an empty row."""
         before = self.trunk[-1] if len(self.trunk) else SCRATCH_SLOT
@@ -112,6 +113,11 @@ class BlockTable:
         last: Slots = self.slots[np.arange(len(self)), self.lengths - 1].astype(np.int64)
         last[self.lengths == 0] = before
         return last
+
+    @property
+    def first(self) -> int:
+        """The first slot of all rows; `SCRATCH_SLOT` if they do not have the same."""
+        return int(self.trunk[0]) if len(self.trunk) else SCRATCH_SLOT
 
     def select(self, rows: Integers64) -> BlockTable:
         """Return a table of selected rows, possibly repeated, with the longest trunk."""
@@ -123,7 +129,7 @@ class BlockTable:
 
     def replace(self, rows: Integers64, paths: Sequence[Slots]) -> BlockTable:
         """Return the table with all slots of some rows replaced."""
-        lengths, trunk = self.tokens, len(self.trunk)
+        lengths, trunk = self.tokens.copy(), len(self.trunk)
         lengths[rows] = [len(path) for path in paths]
         width = trunk + self.slots.shape[1]
         slots = np.zeros((len(self), max(width, int(lengths.max()))), np.int32)
@@ -158,6 +164,32 @@ class BlockTable:
         all_slots[:, : self.slots.shape[1]] = self.slots
         all_slots[rows, : slots.shape[1]], all_lengths[rows] = slots, lengths
         return BlockTable(self.trunk, all_slots, all_lengths)
+
+
+def joined_rows(parts: Sequence[tuple[BlockTable, Integers64]]) -> BlockTable:
+    """Return rows of several tables as one table, whose trunk is that of all tables.
+
+    Args:
+        parts: Tables, and indices of their rows, ascending, without repetition.
+    """
+    tables = [table for table, _ in parts]
+    shortest = min(len(table.trunk) for table in tables)
+    trunks = np.stack([table.trunk[:shortest] for table in tables])
+    differs = (trunks != trunks[0]).any(axis=0)
+    common = int(differs.argmax()) if differs.any() else shortest
+    ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
+    width = max(len(table.trunk) + table.slots.shape[1] for table in tables) - common
+    slots, lengths = np.zeros((ends[-1], width), np.int32), np.empty(ends[-1], np.int64)
+    begin = 0
+    for (table, rows), end in zip(parts, ends, strict=True):
+        rest = len(table.trunk) - common
+        is_whole = len(rows) == len(table)
+        own = table.slots if is_whole else table.slots[rows]
+        slots[begin:end, :rest] = table.trunk[common:]
+        slots[begin:end, rest : rest + own.shape[1]] = own
+        lengths[begin:end] = (table.lengths if is_whole else table.lengths[rows]) + rest
+        begin = end
+    return BlockTable(trunks[0, :common], slots, lengths)
 
 
 def _with_trunk(table: BlockTable) -> BlockTable:

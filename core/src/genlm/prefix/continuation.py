@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -107,32 +107,6 @@ def continuation(
     positions = len(table.trunk) + before
     batch = TableBatch(new_tokens, positions, writes, table.trunk, slots, leaders, results)
     return Continuation(batch, new, new_parents, lengths)
-
-
-def joined(batches: Sequence[TableBatch]) -> TableBatch:
-    """Return the tokens of several batches as one batch, without a trunk."""
-    if len(batches) == 1:
-        return batches[0]
-    widths = [len(batch.trunk) + batch.slots.shape[1] for batch in batches]
-    slots = np.zeros((sum(len(batch.slots) for batch in batches), max(widths)), np.int32)
-    rows, results = [], []
-    first_row = first_token = 0
-    for batch, width in zip(batches, widths, strict=True):
-        end_row, trunk = first_row + len(batch.slots), len(batch.trunk)
-        slots[first_row:end_row, :trunk] = batch.trunk
-        slots[first_row:end_row, trunk:width] = batch.slots
-        rows.append(batch.rows + first_row)
-        results.append(batch.results + first_token)
-        first_row, first_token = end_row, first_token + len(batch.tokens)
-    return TableBatch(
-        tokens=np.concatenate([batch.tokens for batch in batches]),
-        positions=np.concatenate([batch.positions for batch in batches]),
-        writes=np.concatenate([batch.writes for batch in batches]),
-        trunk=np.empty(0, np.int64),
-        slots=slots,
-        rows=np.concatenate(rows),
-        results=np.concatenate(results),
-    )
 
 
 def _unique(keys: Integers64) -> tuple[Integers64, Integers64]:

@@ -16,8 +16,8 @@ import torch
 from genlm.core.engine.group_turns import GroupTurns, oldest_first
 from genlm.core.queries.generations import NO_TOKEN, Integers64, Lineage
 from genlm.core.queries.query import GroupQuery
-from genlm.prefix.block_table import BlockTable
-from genlm.prefix.continuation import Continuation, Requested, continuation, joined
+from genlm.prefix.block_table import BlockTable, joined_rows
+from genlm.prefix.continuation import Requested, continuation
 from genlm.prefix.forward import TableBatch
 from genlm.prefix.node import Paths
 from genlm.prefix.tables import Tables
@@ -92,7 +92,7 @@ class Populations:
         """
         self.tables.collect()
         groups = oldest_first(pending)
-        costs = self._costs(groups)
+        costs, in_tree = self._costs(groups)
         self.tables.expect(groups)
         is_short = sum(costs.values()) > self._tree.available
         if is_short:
@@ -104,14 +104,13 @@ class Populations:
             while costs[first.query_id] > self._tree.available:
                 if not self.tables.evict(step):
                     break
-            costs = self._costs(groups)
+            costs, in_tree = self._costs(groups)
         else:
             groups = list(pending)
         first, *others = groups
         chosen, tokens, rows = [first], costs[first.query_id], len(first.wanted)
-        uses_table = self._missing(first) is not None
         for group in others:
-            is_similar = (self._missing(group) is not None) == uses_table
+            is_similar = (group.query_id in in_tree) == (first.query_id in in_tree)
             is_evicted = is_short and costs[group.query_id] > len(group.wanted)
             if group.adapter != first.adapter or not is_similar or is_evicted:
                 continue
@@ -130,7 +129,8 @@ class Populations:
         free tokens that these requests continue.
         """
         self.tables.collect()
-        return min(self._costs(pending).values()) > self._tree.available
+        costs, _ = self._costs(pending)
+        return min(costs.values()) > self._tree.available
 
     def logits(
         self, parts: Sequence[tuple[GroupQuery, Integers64]], run: RunTable
@@ -152,14 +152,20 @@ class Populations:
             OutOfSlotsError: There are too few slots for several groups.
         """
         self.tables.collect()
+        extended: list[_Part] = []  # groups, and rows that lack several tokens
         for group, places in parts:
             missing = self._missing(group, places)
             if missing is None:
                 return None
-            if group.dropped is None and (missing > 1).any():
-                rows = self._shared_elsewhere(group, group.wanted[places[missing > 1]])
-                if len(rows):
-                    self._adopt(group, rows)
+            if group.dropped is None and missing.max() > 1:
+                extended.append((group, group.wanted[places[missing > 1]]))
+        if extended:
+            for (group, rows), is_longer in zip(
+                extended, self.tables.find_longer(extended), strict=True
+            ):
+                shared = rows if is_longer else self._shared_with_tree(group, rows)
+                if len(shared):
+                    self._adopt(group, shared)
         try:
             return self._passes(parts, run)
         except OutOfSlotsError:
@@ -174,16 +180,13 @@ class Populations:
 
     # -- internals --------------------------------------------------------------------
 
-    def _shared_elsewhere(self, group: GroupQuery, rows: Integers64) -> Integers64:
-        """Return the rows of which the tree or another table may have more tokens.
+    def _shared_with_tree(self, group: GroupQuery, rows: Integers64) -> Integers64:
+        """Return the rows of which the tree may have more tokens than the table.
 
-        These are all rows if another table has longer ones. Otherwise, they are the rows whose
-        first token after their common slots follows these in the tree. Most often there are
-        none, because the tree ends with the prompt.
+        The first token of these rows after their common slots follows the slots in the tree.
+        Most often there are none, because the tree ends with the prompt.
         """
         table, lineage = self.tables.get(group), group.generation.lineage
-        if self.tables.has_longer(group, int(table.tokens[rows].min())):
-            return rows
         own = table.slots[rows, :1]
         count = len(table.trunk) + int((own == own[0]).all())
         prefix = lineage.sequence(int(rows[0])).prefix(count)
@@ -210,21 +213,25 @@ class Populations:
         if longer:
             self.tables.store(group, table.replace(np.array(longer, np.int64), slots))
 
-    def _costs(self, groups: Sequence[GroupQuery]) -> dict[int, int]:
+    def _costs(self, groups: Sequence[GroupQuery]) -> tuple[dict[int, int], set[int]]:
         """Return the number of tokens of a pass over each group, at most, by query id.
 
         The tables of the last groups are cut first, because they are visited first.
+
+        Returns:
+            The numbers, and the ids of the groups that the tree computes.
         """
-        costs = {}
+        costs, in_tree = {}, set()
         for group in reversed(groups):
             missing = self._missing(group)
             if missing is None:
+                in_tree.add(group.query_id)
                 sequences = group.sequences(slice(None))
                 missing = np.array(
                     [self._tree.missing(group.adapter, sequence) for sequence in sequences]
                 )
             costs[group.query_id] = int(np.maximum(_new_tokens(group, missing), 1).sum())
-        return costs
+        return costs, in_tree
 
     def _missing(
         self, group: GroupQuery, places: Integers64 | slice = slice(None)
@@ -244,6 +251,8 @@ class Populations:
             return None
         cached = table.tokens[group.wanted[places]]
         missing: Integers64 = group.lengths[places] - cached
+        if missing.max(initial=0) <= self._few:
+            return missing
         is_long = missing > self._few
         uses_tree = (is_long & (cached == 0)).any() or (
             is_long.all() and group.dropped is None and not self.tables.is_cut(group)
@@ -329,21 +338,47 @@ class Populations:
         Raises:
             OutOfSlotsError: There are too few slots; no row has changed.
         """
-        steps: list[Continuation] = []
+        tables = [self.tables.get(group) for group, *_ in extensions]
+        table, rows, tokens, requested = _joined(tables, extensions)
+        step = continuation(table, rows, tokens, requested, self._tree.allocate)
         try:
-            for group, rows, tokens, requested in extensions:
-                table, allocate = self.tables.get(group), self._tree.allocate
-                steps.append(continuation(table, rows, tokens, requested, allocate))
-            logits = run(joined([step.batch for step in steps]), extensions[0][0].adapter)
+            logits = run(step.batch, extensions[0][0].adapter)
         except BaseException:
-            for step in steps:
-                self._tree.free(step.new)
+            self._tree.free(step.new)
             raise
-        for (group, rows, _, _), step in zip(extensions, steps, strict=True):
-            self.tables.references.connect(step.new, step.parents)
-            table = self.tables.get(group)
-            self.tables.store(group, table.extend(rows, step.batch.slots, step.lengths))
+        self.tables.references.connect(step.new, step.parents)
+        begin = 0
+        for group, group_rows, *_ in extensions:
+            group_table = self.tables.get(group)  # other rows may have been cut
+            end = begin + len(group_rows)
+            slots, lengths = step.batch.slots, step.lengths
+            if len(extensions) > 1:
+                first = len(group_table.trunk) - len(table.trunk)
+                lengths = lengths[begin:end] - first
+                slots = slots[begin:end, first : first + int(lengths.max())].copy()
+            self.tables.store(group, group_table.extend(group_rows, slots, lengths))
+            begin = end
         return logits
+
+
+def _joined(
+    tables: Sequence[BlockTable], extensions: Sequence[_Extension]
+) -> tuple[BlockTable, Integers64, Integers64, Requested]:
+    """Return the arguments of one `continuation` for extensions of several tables."""
+    if len(extensions) == 1:
+        [(_, rows, tokens, requested)] = extensions
+        return tables[0], rows, tokens, requested
+    table = joined_rows(
+        [(each, part[1]) for each, part in zip(tables, extensions, strict=True)]
+    )
+    width = max(part[2].shape[1] for part in extensions)
+    tokens, results, begin = np.full((len(table), width), NO_TOKEN), [], 0
+    for _, rows, part, (result_rows, columns, token_ids) in extensions:
+        tokens[begin : begin + len(rows), width - part.shape[1] :] = part
+        results.append((result_rows + begin, columns, token_ids))
+        begin += len(rows)
+    requested = Requested(*map(np.concatenate, zip(*results, strict=True)))
+    return table, np.arange(begin), tokens, requested
 
 
 def _new_tokens(group: GroupQuery, missing: Integers64) -> Integers64:

@@ -67,13 +67,12 @@ class Tables:
 
     def drop(self, adapter: str) -> None:
         """Release the tables of an adapter, before the tree drops its tokens."""
-        for key in [key for key, entry in self._entries.items() if entry.adapter == adapter]:
-            self._remove(key)
+        self._remove(*(key for key, one in [*self._entries.items()] if one.adapter == adapter))
 
     def collect(self) -> None:
         """Free the slots of tables whose generations were dropped."""
-        while self._dropped:
-            self._remove(self._dropped.popleft())
+        if self._dropped:
+            self._remove(*(self._dropped.popleft() for _ in range(len(self._dropped))))
 
     def find(self, group: GroupQuery) -> BlockTable | None:
         """Return the table of a generation, or a selection of that of its base, or None."""
@@ -102,22 +101,30 @@ class Tables:
             raise OutOfSlotsError("the table of a population was evicted for another one")
         return entry.table
 
-    def has_longer(self, group: GroupQuery, count: int) -> bool:
-        """Whether another table may have more than `count` tokens of a group's sequences.
+    def find_longer(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> list[bool]:
+        """Return whether other tables may have more tokens of rows, for each group.
 
         Args:
-            group: A group with a table.
-            count: A number of tokens.
+            parts: Groups of one adapter, with tables, and rows that are extended by several
+                tokens, at least one.
         """
-        key = group.generation.state.key
-        first = self._entries[key].table.trunk[:1]
-        return any(
-            other != key
-            and entry.adapter == group.adapter
-            and np.array_equal(entry.table.trunk[: len(first)], first[: len(entry.table.trunk)])
-            and int(entry.table.tokens.max(initial=0)) > count
-            for other, entry in self._entries.items()
-        )
+        adapter = parts[0][0].adapter
+        tables = {
+            k: entry.table for k, entry in self._entries.items() if entry.adapter == adapter
+        }
+        keys = np.fromiter(tables, np.int64, len(tables))
+        firsts = np.array([table.first for table in tables.values()])
+        longest = np.array([table.tokens.max(initial=0) for table in tables.values()])
+        may_share = firsts == SCRATCH_SLOT
+        found = []
+        for group, rows in parts:
+            key = group.generation.state.key
+            table = tables[key]
+            is_other = (longest > table.tokens[rows].min()) & (keys != key)
+            if table.first != SCRATCH_SLOT:
+                is_other &= may_share | (firsts == table.first)
+            found.append(bool(is_other.any()))
+        return found
 
     def expect(self, groups: Iterable[GroupQuery]) -> None:
         """Set `pending` to the tables of groups."""
@@ -173,6 +180,8 @@ class Tables:
         lacking = self._lacking(adapter, sequences) if self._entries else []
         limit = sum(len(sequence) - 1 - count for sequence, count in lacking)
         for entry in reversed([*self._entries.values()]):
+            if limit <= 0:
+                break
             if entry.adapter != adapter or len(entry.table) > limit:
                 continue
             limit -= len(entry.table)
@@ -289,16 +298,13 @@ class Tables:
                 if self._extended_bytes <= _MAX_EXTENDED_BYTES:
                     return
 
-    def _remove(self, key: int) -> None:
-        """Remove and release a table, if it exists."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._extended_bytes -= entry.nbytes * entry.is_extended
-            self._free(entry.table)
-
-    def _free(self, table: BlockTable) -> None:
-        """Release a table: free its slots that belong to no other table or the tree."""
-        freed = self.references.release(table.last)
+    def _remove(self, *keys: int) -> None:
+        """Remove tables that exist; free slots that neither the tree nor other tables have."""
+        entries = [self._entries.pop(key) for key in keys if key in self._entries]
+        if not entries:
+            return
+        self._extended_bytes -= sum(entry.nbytes * entry.is_extended for entry in entries)
+        freed = self.references.release(np.concatenate([entry.table.last for entry in entries]))
         roots = freed[self.references.parents[freed] == SCRATCH_SLOT].tolist()
         pinned = [slot for slot in roots if slot in self._pinned]
         for slot in pinned:

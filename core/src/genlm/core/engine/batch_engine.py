@@ -54,9 +54,9 @@ class BatchEngine(abc.ABC):
         vocabulary: Tokens whose ids are those of queries and the indices of rows.
         max_context: Maximum number of tokens of a query, None for no limit.
         capabilities: Abilities beyond next-token rows.
-        smallest_group: Groups with fewer members are evaluated as separate queries, in batches
-            with the queries of other callers, unless the engine stores their state as arrays.
-            Steps alternate between larger groups and other queries.
+        smallest_group: Populations with fewer members are evaluated as separate queries if
+            their first request shares its batch with single queries. Steps alternate between
+            groups and single queries.
         is_deferring: Whether the next step should wait for further requests; see `defers`.
     """
 

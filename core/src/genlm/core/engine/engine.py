@@ -54,8 +54,9 @@ class Engine(Protocol):
     An engine with a method `submit_group(group)` accepts the query of a population as one
     `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
     its place, receive one query per distinct sequence. Engines with the method also receive
-    single queries for groups with fewer members than their attribute `smallest_group`, by
-    default 2. An engine that forwards queries to other processes may have an attribute
+    single queries for groups of one member, and for groups with fewer members than their
+    attribute `smallest_group`, by default 2, that are pending together with single queries. An
+    engine that forwards queries to other processes may have an attribute
     `samples_groups`, the maximum number of continuations in a query: it then accepts group
     queries with `sampling`. For other engines, the core submits queries for every token. An
     engine with an attribute `scored_columns`, the maximum number of rows of a sequence,

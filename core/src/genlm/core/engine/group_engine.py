@@ -3,7 +3,9 @@
 What a query becomes, and where a `GroupEngine` keeps it until it is complete::
 
     text, engine without `Capability.SCORE`    group query of its prefixes      _texts
-    group of few members                       query per distinct sequence      _divided
+    group of one member                        query                            _divided
+    first group of few members                 waits for the next step          _waiting
+      beside queries for one sequence          query per distinct sequence      _divided
     continuations                              group query per token            _runs
     continuations of few members               query per sequence and token     _divided
     the same, for their tokens only, engine    wait for the next step           _waiting
@@ -11,11 +13,12 @@ What a query becomes, and where a `GroupEngine` keeps it until it is complete::
         enough members together                group query per token            _runs
         otherwise                              query per sequence and token     _divided
 
-All groups have few members for an engine that accepts no group queries. Continuations with
-masks or biases are computed like those of many members. The query for a distinct sequence
-requests the entries of the group's columns for the members that have this sequence. The query
-for the next token is submitted when the previous one is complete, without passing through the
-scheduler or an event loop.
+An engine that accepts no group queries receives a query for each distinct sequence of any
+group. Later groups of a population are divided if its first one was. Continuations with masks
+or biases are computed like those of many members. The query for a distinct sequence requests
+the entries of the group's columns for the members that have this sequence. The query for the
+next token is submitted when the previous one is complete, without passing through the scheduler
+or an event loop.
 """
 
 from __future__ import annotations
@@ -139,10 +142,9 @@ class _DividedGroup(GroupWork):
 class GroupEngine:
     """Adds support for all queries to an engine; other attributes are the engine's.
 
-    Engines compute queries of different callers in one pass, but most of them compute groups
-    one after the other. Groups with fewer members than the engine's `smallest_group` are
-    therefore divided into single queries, unless the engine stores the state of their sequences
-    as arrays.
+    Most engines compute groups and single queries in different passes. The groups of a
+    population with fewer members than the engine's `smallest_group` are therefore divided into
+    single queries if the first one is pending together with single queries.
     """
 
     _query_ids = itertools.count(_FIRST_QUERY_ID)  # shared by all models, as in `Requests`
@@ -155,7 +157,8 @@ class GroupEngine:
         self._keep_sequences = getattr(engine, "keep_sequences", None)
         self._scores_texts = Capability.SCORE in engine.capabilities
         self._texts: dict[int, Query] = {}  # that are computed as groups, by query id
-        self._waiting: dict[int, GroupQuery] = {}  # continuations that the next step begins
+        self._has_single = False  # a query for one sequence was submitted since the last step
+        self._waiting: dict[int, GroupQuery] = {}  # groups that the next step begins
         self._runs: dict[int, SamplingRun] = {}  # by query id
         self._divided: dict[int, _DividedGroup | MemberRuns] = {}  # by query id
         # By id of a query for one sequence: id of the group, place, requested reduction.
@@ -171,6 +174,7 @@ class GroupEngine:
             self._separate_joined()
         if not query.targets or self._scores_texts:
             self.engine.submit(query)
+            self._has_single = True
         else:
             self._submit(text_group(query), is_divided=self._smallest_group == math.inf)
             self._texts[query.query_id] = query
@@ -182,7 +186,11 @@ class GroupEngine:
             kept = [(source.generation,) for source in sources]
             call_each(self._keep_sequences, kept)
         if group.sampling is None:
-            self._submit(group, is_divided=self._is_divided(group))
+            is_first = group.generation.root.state is None
+            if is_first and 1 < len(group.row_of) < self._smallest_group < math.inf:
+                self._waiting[group.query_id] = group
+            else:
+                self._submit(group, is_divided=self._is_divided(group))
         elif group.sampling.weights.has_masks_or_biases or not self._is_divided(group):
             self._run(SamplingRun(group, self.engine.vocabulary))
         elif group.sampling.returns_generation or self._keep_sequences is None:
@@ -194,6 +202,7 @@ class GroupEngine:
         """Step the engine, and submit the queries for next tokens."""
         if self._waiting:
             self._begin_waiting()
+        self._has_single = False
         step_completions: Iterable[Completion] = self._rejected
         if step_completions:
             self._rejected = []
@@ -258,16 +267,32 @@ class GroupEngine:
         self._submit(query, is_divided=self._is_divided(query))
 
     def _begin_waiting(self) -> None:
-        """Submit the queries for the first tokens of the continuations that are pending.
+        """Submit the queries of waiting groups.
+
+        Groups of few members are divided if there are other queries for one sequence.
+        """
+        waiting, self._waiting = self._waiting.values(), {}
+        continuations = [query for query in waiting if query.sampling is not None]
+        if continuations:
+            self._begin_continuations(continuations)
+        is_divided = self._has_single or bool(self._divided)
+        for query in waiting:
+            if query.sampling is None:
+                try:
+                    self._submit(query, is_divided=is_divided)
+                except Exception as error:  # noqa: BLE001 - it fails this query alone
+                    self._rejected.append(Completion(query.query_id, error=error))
+
+    def _begin_continuations(self, waiting: Sequence[GroupQuery]) -> None:
+        """Submit the queries for the first tokens of continuations.
 
         They are drawn together if there are enough of them and no other continuations.
         Otherwise all are drawn by separate queries, which share passes.
         """
-        waiting, self._waiting = self._waiting, {}
         self._separate_joined()
         is_idle = not self._runs and not self._divided
         by_key: dict[Any, list[GroupQuery]] = {}
-        for query in waiting.values():
+        for query in waiting:
             by_key.setdefault(joining_key(query), []).append(query)
         vocabulary = self.engine.vocabulary
         for queries in by_key.values():

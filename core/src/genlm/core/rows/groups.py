@@ -145,7 +145,11 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._remaining = np.arange(len(query.wanted))
         self._columns = Columns(query.reduction, len(query.row_of))
-        self._is_identity = is_identity(query.row_of, len(query.wanted))
+
+    @functools.cached_property
+    def _is_identity(self) -> bool:
+        """Whether member i has row i."""
+        return is_identity(self.query.row_of, len(self.query.wanted))
 
     @functools.cached_property
     def _by_row(self) -> Integers64:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,13 +74,29 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
 def _check_copies_of_few_members(
     fixture: EngineFixture, lm: AsyncLM, prompt: TokenTuple
 ) -> None:
-    """Compare a population that has few members, which may be separate queries, then many."""
-    population, members = lm.population(prompt, 1), [prompt]
-    for size in (2, fixture.members, 2):
-        indices, ids = np.arange(size) % len(members), (list(fixture.token_ids) * size)[:size]
-        members = [(*members[i], last) for i, last in zip(indices, ids, strict=True)]
-        population = population[indices].extend(ids)
-        fixture.check_population(population, members, how=f"{size} members")
+    """Compare a population that has few members, then many, beside single requests or alone.
+
+    Beside these, its members may be separate queries.
+    """
+    for others in ([], [prompt] * 2):
+        population, members = lm.population(prompt, 1), [prompt]
+        for size in (2, fixture.members, 2):
+            indices, ids = (
+                np.arange(size) % len(members),
+                (list(fixture.token_ids) * size)[:size],
+            )
+            members = [(*members[i], last) for i, last in zip(indices, ids, strict=True)]
+            population = population[indices].extend(ids)
+            if size == 2:
+                fixture.run(_together(population, lm, others))
+            fixture.check_population(
+                population, members, how=f"{size} members, {len(others)} other requests"
+            )
+
+
+async def _together(population: Population, lm: AsyncLM, others: Sequence[TokenTuple]) -> None:
+    rows = map(lm.next_token_logprobs, others)
+    await asyncio.gather(population.next_token_logprobs(), *rows)
 
 
 @engine_check()

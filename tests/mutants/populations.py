@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 import genlm.core.model.draw_settings
+import genlm.core.model.member_scores
 from genlm import BatchEngine, Query
 from genlm.core.model.population import Population
 from genlm.core.queries.generations import Lineage
@@ -56,6 +57,16 @@ def masks_by_place(of):
 def one_random_number_for_all(uniforms):
     """Draws with the random number of the first member for all."""
     return lambda seed, members, *more: uniforms(seed, members * 0, *more)
+
+
+@core_mutant(
+    genlm.core.model.member_scores,
+    "_reduction",
+    killed_by="population-draws-are-those-of-the-seed",
+)
+def scores_with_the_settings_of_the_first_member(reduction):
+    """Scores the tokens of all members with the settings of the first one."""
+    return lambda ids, weights, members: reduction(ids, weights, members * 0)
 
 
 @core_mutant(Population, "finish", killed_by="population-draws-are-those-of-the-seed")

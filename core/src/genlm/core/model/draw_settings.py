@@ -14,6 +14,7 @@ from genlm.core.queries.generations import NO_TOKEN, Integers64
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.row_masks import MasksLike, RowMasks
 from genlm.core.rows.row_weights import RowWeights, check_log_masses
+from genlm.core.rows.truncation import Truncation
 
 
 class DrawSettings(NamedTuple):
@@ -113,3 +114,25 @@ class DrawSettings(NamedTuple):
             for column, values in zip(drawn, columns, strict=True):
                 column[members] = values
         return drawn
+
+
+def draw_weights(
+    population: Members,
+    masks: MasksLike | None,
+    mask_index: ArrayLike | None,
+    temperature: ArrayLike,
+    bias: ArrayLike,
+    *limits: float | None,
+) -> RowWeights | None:
+    """Return the weights of all members for a draw; None if they are the model's probabilities.
+
+    The arguments are those of `Population.draw`; `limits` are `top_k`, `top_p` and `min_p`.
+    """
+    size = population._lm.vocabulary.size  # noqa: SLF001 - of the same package
+    truncation = Truncation.checked(size, *limits)
+    options: dict[str, Any] = {"temperature": temperature, "bias": bias}
+    weights = DrawSettings.of(
+        population, masks, mask_index, truncation=truncation, **options
+    ).weights
+    is_default = weights.masks is None and weights.are_masked_probabilities(size)
+    return None if is_default else weights

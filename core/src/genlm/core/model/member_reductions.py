@@ -7,17 +7,27 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_count
 from genlm.core.engine.group_sampling import GroupSampling
+from genlm.core.model.draw_settings import draw_weights
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
 from genlm.core.queries.query import GroupQuery, GroupReduction, Reduction
-from genlm.core.rows.group_reductions import Rows, TokenColumns, TopColumns, checked_reduction
+from genlm.core.rows.group_reductions import (
+    DrawLogprobColumns,
+    Rows,
+    TokenColumns,
+    TopColumns,
+    checked_reduction,
+)
 from genlm.core.rows.reductions import TopTokens
 from genlm.core.rows.row_functions import RowFunction
+from genlm.core.rows.row_masks import MasksLike
+from genlm.core.rows.row_weights import check_log_masses
 
 
 class MemberReductions(Members):
@@ -43,26 +53,54 @@ class MemberReductions(Members):
 
     next_token_logprobs_sync = blocking(next_token_logprobs)
 
-    async def token_logprobs(self, token_ids: ArrayLike) -> torch.Tensor:
+    async def token_logprobs(
+        self,
+        token_ids: ArrayLike,
+        masks: MasksLike | None = None,
+        *,
+        mask_index: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        bias: ArrayLike = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> torch.Tensor:
         """Return the log-probabilities of given next tokens.
+
+        With settings of `Population.draw`, they are those with which `draw` draws the tokens,
+        its `draw_logprob`; by default, those of the model.
 
         Args:
             token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token, and lists
                 of different lengths are padded with it.
+            masks: As `Population.draw`, and so are all further arguments.
+            mask_index: Index of each member's mask.
+            temperature: Temperature of the draws.
+            bias: Addend of the log-probabilities.
+            top_k: Limit of the draws.
+            top_p: Limit of the draws.
+            min_p: Limit of the draws.
 
         Returns:
-            Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.
+            Natural-log probabilities, the same shape as `token_ids`, float32, in main memory;
+            0 for -1, `-inf` for a token that `draw` would not draw.
 
         Raises:
-            ValueError: The shape is not one of these.
-            PopulationError: Ids are outside the vocabulary, or as `next_token_logprobs`.
+            ValueError: The shape is not one of these, or as `Population.draw`.
+            PopulationError: Ids are outside the vocabulary, or as `Population.draw`.
         """
         ids = self._checked_tokens(token_ids)
+        weights = draw_weights(self, masks, mask_index, temperature, bias, top_k, top_p, min_p)
         if not ids.size:
             return torch.empty(ids.shape, dtype=torch.float32, device="cpu")
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
         logprobs: torch.Tensor
-        [logprobs] = await self._reduce(TokenColumns(columns))
+        if weights is None:
+            [logprobs] = await self._reduce(TokenColumns(columns))
+        else:
+            reduction = DrawLogprobColumns(weights, columns)
+            logprobs, log_masses = await self._reduce(reduction)
+            check_log_masses(log_masses, np.arange(len(self)), len(self))
         return logprobs.view(ids.shape)
 
     token_logprobs_sync = blocking(token_logprobs)

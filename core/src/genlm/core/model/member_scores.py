@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.errors import ContextLengthError, GenlmError, PopulationError
+from genlm.core.model.draw_settings import draw_weights
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.member_states import Contexts
+from genlm.core.queries.query import GroupReduction
 from genlm.core.queries.scored_rows import scored_rows
-from genlm.core.rows.group_reductions import ScoreColumns, TokenColumns
+from genlm.core.rows.group_reductions import DrawLogprobColumns, ScoreColumns, TokenColumns
+from genlm.core.rows.row_masks import MasksLike
+from genlm.core.rows.row_weights import RowWeights, check_log_masses
 
 
 class MemberScores(MemberReductions):
@@ -22,8 +26,22 @@ class MemberScores(MemberReductions):
 
     __slots__ = ()
 
-    async def score(self, continuations: ArrayLike) -> torch.Tensor:
+    async def score(
+        self,
+        continuations: ArrayLike,
+        masks: MasksLike | None = None,
+        *,
+        mask_index: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        bias: ArrayLike = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> torch.Tensor:
         """Return the log-probability of each token of a continuation of each member.
+
+        With settings of `Population.sample`, the results are the log-probabilities with which
+        `sample` draws the tokens, its `draw_logprob`; by default, those of the model.
 
         Engines with `Capability.SCORE` compute all positions of a member in one pass. On hf,
         mlx and sgl, the scores of all members are one request, and `extend` with the same
@@ -32,15 +50,25 @@ class MemberScores(MemberReductions):
         Args:
             continuations: Token ids, shape `(n, k)`, with -1 after the end of shorter ones; or
                 n lists, which may have different lengths.
+            masks: As `Population.sample`, and so are all further arguments.
+            mask_index: Index of each member's mask.
+            temperature: Temperature of the draws.
+            bias: Addend of the log-probabilities.
+            top_k: Limit of the draws.
+            top_p: Limit of the draws.
+            min_p: Limit of the draws.
 
         Returns:
-            Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.
+            Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1, `-inf`
+            for a token that `sample` would not draw.
 
         Raises:
-            ValueError: The shape is not `(n, k)`, or a token follows -1.
+            ValueError: The shape is not `(n, k)`, a token follows -1, or as
+                `Population.sample`.
             PopulationError: Ids are outside the vocabulary, members with their continuations
-                have more than `max_context` + 1 tokens, or as `next_token_logprobs`.
+                have more than `max_context` + 1 tokens, or as `Population.draw`.
         """
+        weights = draw_weights(self, masks, mask_index, temperature, bias, top_k, top_p, min_p)
         ids = self._checked_tokens(continuations)
         if not len(self) and ids.ndim == 1:  # an empty list
             ids = ids.reshape(0, 0)
@@ -57,13 +85,13 @@ class MemberScores(MemberReductions):
         if not width or np.count_nonzero(counts) < (
             1 if has_table else requests.smallest_group
         ):
-            return await self._score_texts(ids)
+            return await self._score_texts(ids, weights)
         self._check_room(counts)
         population: MemberScores = self
         parts = []
         for begin in range(0, ids.shape[1], width):
             columns = ids[:, begin : begin + width]
-            part, population = await population._score_columns(columns)
+            part, population = await population._score_columns(columns, weights)
             parts.append(part)
         self._scored = ids.copy(), population
         return torch.cat(parts, dim=1)
@@ -75,7 +103,9 @@ class MemberScores(MemberReductions):
         """Whether the engine has state of the sequences as a group, unless it evicted it."""
         return not isinstance(self._generation.root.state, Contexts | None)
 
-    async def _score_columns(self, ids: Integers64) -> tuple[torch.Tensor, Self]:
+    async def _score_columns(
+        self, ids: Integers64, weights: RowWeights | None
+    ) -> tuple[torch.Tensor, Self]:
         """Return the scores of a few tokens of each member, and the extended population."""
         logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         step = self._step + ids.shape[1]
@@ -86,35 +116,56 @@ class MemberScores(MemberReductions):
             members = np.flatnonzero(ids[:, 0] >= 0)
             await self._reduce(TokenColumns(torch.from_numpy(ids[members, :1])), members)
         scored = scored_rows(self._generation, self._places, ids)
-        tokens = torch.from_numpy(ids[ids >= 0])
-        query = self._lm._requests.scored_query(scored, ScoreColumns(tokens), self._adapter)  # noqa: SLF001
+        tokens = ids[ids >= 0]
+        query = self._lm._requests.scored_query(  # noqa: SLF001
+            scored, _reduction(tokens, weights, scored.members), self._adapter
+        )
         logprobs[torch.from_numpy(ids >= 0)] = await self._result(
-            query, scored.members, lambda columns: columns[0]
+            query, scored.members, lambda columns: self._checked(columns, scored.members)
         )
         generation, places = scored.generation.extended(scored.places, scored.last_ids[:, None])
         return logprobs, self._derive(generation, places, self._finished, step)
 
-    async def _score_texts(self, ids: Integers64) -> torch.Tensor:
+    async def _score_texts(self, ids: Integers64, weights: RowWeights | None) -> torch.Tensor:
         """Return the scores of continuations from requests for the text of each member."""
         logprobs = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
         counts = (ids >= 0).sum(axis=1)
-        members = np.flatnonzero(counts).tolist()
-        contexts = [self._context(member) for member in members]
+        members = np.flatnonzero(counts)
+        contexts = [self._context(member) for member in members.tolist()]
         texts = [
             context.extend(ids[member, : counts[member]])
             for context, member in zip(contexts, members, strict=True)
         ]
         starts = [len(context) for context in contexts]
         try:
-            scored = await self._lm.batch_score(texts, starts)
+            if weights is None:
+                scored = await self._lm.batch_score(texts, starts)
+            else:
+                places = [np.repeat(member, counts[member]) for member in members]
+                items: list[Any] = [
+                    self._lm._reduction_item(  # noqa: SLF001
+                        text, _reduction(ids[part[0], : len(part)], weights, part), start
+                    )
+                    for text, part, start in zip(texts, places, starts, strict=True)
+                ]
+                columns = await self._lm._requests.answer(items, (), range(len(items)))  # noqa: SLF001
+                scored = [self._checked(*each) for each in zip(columns, places, strict=True)]
         except GenlmError as error:
-            if not error.places:
+            if isinstance(error, PopulationError) or not error.places:
                 raise
-            failed = [members[place] for place in error.places]
+            failed = members[list(error.places)].tolist()
             raise PopulationError(failed, len(self), error) from error
         for member, scores in zip(members, scored, strict=True):
             logprobs[member, : len(scores)] = scores
         return logprobs
+
+    def _checked(self, columns: tuple[torch.Tensor, ...], members: Integers64) -> torch.Tensor:
+        """Return the scores among the columns of `_reduction`."""
+        logprobs, *others = columns
+        if logprobs.ndim == 1:
+            return logprobs
+        check_log_masses(others[0], members, len(self))
+        return logprobs[:, 0]
 
     def _check_room(self, counts: Integers64) -> None:
         """Check that members with as many further tokens have at most `max_context` + 1."""
@@ -126,3 +177,13 @@ class MemberScores(MemberReductions):
         if is_too_long.any():
             error = ContextLengthError(int(lengths.max()), max_context, is_text=True)
             raise PopulationError(np.flatnonzero(is_too_long).tolist(), len(self), error)
+
+
+def _reduction(
+    token_ids: Integers64, weights: RowWeights | None, members: Integers64
+) -> GroupReduction:
+    """Return the reduction for the scores of tokens of some members."""
+    tokens = torch.from_numpy(token_ids)
+    if weights is None:
+        return ScoreColumns(tokens)
+    return DrawLogprobColumns(weights.of(members), tokens[:, None])

@@ -172,17 +172,29 @@ class ScoreMethods:
             GenlmError: As `next_token_logprobs`.
         """
         group = checked_reduction(reduction)
-        ids, packed, start, adapter = self._checked_text(token_ids, start, lora_name)
-        if start == len(ids):
+        item = self._reduction_item(token_ids, group, start, lora_name)
+        if item is None:
             columns = self._requests.reduce_no_rows(group)
         else:
-            sequence = TokenSequence(packed[:-4])
-            query, _ = self._requests.sequence_query(sequence, adapter, ids[start:])
-            item = query.replace(outputs=(group,)), None, None
             [columns] = await self._requests.answer([item])
         return columns[0] if len(columns) == 1 else columns
 
     reduce_text_sync = blocking(reduce_text)
+
+    def _reduction_item(
+        self,
+        token_ids: TokenIds,
+        reduction: GroupReduction,
+        start: int,
+        lora_name: str | None = None,
+    ) -> Item | None:
+        """Check a text, and build the request for a reduction; None if it has no position."""
+        ids, packed, first, adapter = self._checked_text(token_ids, start, lora_name)
+        if first == len(ids):
+            return None
+        sequence = TokenSequence(packed[:-4])
+        query, _ = self._requests.sequence_query(sequence, adapter, ids[first:])
+        return query.replace(outputs=(reduction,)), None, None
 
     async def _score(
         self,

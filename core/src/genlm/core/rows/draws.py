@@ -198,6 +198,41 @@ def batch_log_mass(
     return joined_parts(parts, weights.count)[0]
 
 
+def batch_draw_logprobs(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    weights: RowWeights,
+    *,
+    row_of: torch.Tensor | None = None,
+    sources: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities with which `batch_draw` draws tokens.
+
+    Args:
+        rows: As `batch_draw`.
+        token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token.
+        weights: As `batch_draw`.
+        row_of: The row of each n, as `batch_draw`.
+        sources: As `batch_draw`.
+
+    Returns:
+        The log-probabilities, shape `(n, k)`: `-inf` for tokens that are not drawn, 0 for no
+        token. And the log-mass of the row of each n, shape `(n,)`. Both float32, on the device
+        of `rows`.
+    """
+    if not len(token_ids):
+        return rows.new_empty(token_ids.shape), rows.new_empty(0)
+    places = torch.arange(weights.count, device="cpu") if row_of is None else row_of
+
+    def logprobs(part: RowPart) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = torch.tensor([part.places.start, part.places.stop], device="cpu")
+        of_part = slice(*torch.searchsorted(places, ends).tolist())
+        return _logprobs_of_part(part, token_ids[of_part], places[of_part] - part.places.start)
+
+    joined = joined_parts(map(logprobs, weights.parts(rows, sources)), len(token_ids))
+    return joined[0], joined[1]
+
+
 def _draw_part(
     part: RowPart, uniforms: torch.Tensor, row_of: torch.Tensor | None
 ) -> DrawnTokens:
@@ -208,21 +243,57 @@ def _draw_part(
         log_mass = certain if part.offset is None else certain + part.offset
         best = _drawn_tokens(rows, rows.argmax(-1), log_mass, certain)
         return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
-    scores, weights, sums, log_mass = compute_weights(part)
-    limited = ~is_greedy & part.truncation.applies(rows.shape[1])
+    _, weights, sums, log_mass = _limited_weights(part)
+    token_ids, logprobs = draw_ids(weights, sums, uniforms, row_of)
+    return _drawn_tokens(rows, token_ids, log_mass, logprobs, row_of)
+
+
+def _limited_weights(part: RowPart) -> TokenWeights:
+    """Compute the weights of the tokens that may be drawn; one token at temperature 0."""
+    computed = compute_weights(part)
+    scores, weights, sums, _ = computed
+    is_greedy = part.temperatures == 0
+    limited = ~is_greedy & part.truncation.applies(weights.shape[1])
     if limited.any():
-        places = moved(torch.from_numpy(np.flatnonzero(limited)), rows.device)
+        places = moved(torch.from_numpy(np.flatnonzero(limited)), weights.device)
         limited_weights = truncate(weights[places], part.truncation.of(limited))
         weights[places] = limited_weights
         sums[places.to(sums.device)] = block_sums(limited_weights)
     if is_greedy.any():
-        places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
+        places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), weights.device)
         best_ids = masked_scores(scores, part.factors, places).argmax(-1)
         # A draw returns the only token with a weight above 0, whatever the weight.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    token_ids, logprobs = draw_ids(weights, sums, uniforms, row_of)
-    return _drawn_tokens(rows, token_ids, log_mass, logprobs, row_of)
+    return computed
+
+
+def _logprobs_of_part(
+    part: RowPart, token_ids: torch.Tensor, row_of: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-shares of tokens in the weights, and the log-mass of each row.
+
+    Shares that underflow in float32 are computed from the largest one.
+    """
+    device = part.rows.device
+    scores, weights, sums, log_mass = _limited_weights(part)
+    ids, rows = moved(token_ids.clamp(min=0), device), moved(row_of, device)[:, None]
+    largest, best_ids = weights.max(-1, keepdim=True)
+    log_shares = largest.log() - sums.sum(-1, keepdim=True).log().to(largest)
+    divisors = np.where(part.temperatures == 0, 1.0, part.temperatures)
+    device_divisors = moved(torch.from_numpy(divisors).to(scores.dtype), device)[:, None]
+    differences = scores[rows, ids] - scores.gather(1, best_ids)[rows[:, 0]]
+    logprobs = differences / device_divisors[rows[:, 0]] + log_shares[rows[:, 0]]
+    is_excluded = ~(largest > 0)[rows[:, 0]]
+    if part.factors is not None:
+        factor_rows = rows if len(part.factors) > 1 else torch.zeros_like(rows)
+        is_excluded = is_excluded | (part.factors[factor_rows, ids] == 0)
+    limited = part.truncation.applies(weights.shape[1]) | (part.temperatures == 0)
+    if limited.any():
+        device_limited = moved(torch.from_numpy(limited), device)
+        is_excluded = is_excluded | (device_limited[rows] & (weights[rows, ids] == 0))
+    logprobs.masked_fill_(is_excluded, -_INF)
+    return logprobs.masked_fill_(moved(token_ids < 0, device), 0.0), log_mass[rows[:, 0]]
 
 
 def _draw_part_without_replacement(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:

@@ -19,6 +19,7 @@ from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.draws import (
     DrawnTokens,
     batch_draw,
+    batch_draw_logprobs,
     batch_draw_without_replacement,
     batch_log_mass,
     draw_from_logits,
@@ -261,6 +262,35 @@ class MassColumns(_WeightedReduction):
         zeros = torch.zeros(len(members), dtype=torch.float64, device="cpu")
         drawn = self._draw_on_device(logits, row_of, members, zeros)
         return None if drawn is None else (drawn.log_mass,)
+
+
+class DrawLogprobColumns(_WeightedReduction):
+    """The log-probabilities with which tokens are drawn, and the log-mass of each member.
+
+    Args:
+        weights: Masks, temperatures, biases and limits of each member.
+        token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token, which gives 0.
+    """
+
+    def __init__(self, weights: RowWeights, token_ids: torch.Tensor) -> None:
+        super().__init__(weights)
+        self.token_ids = token_ids
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute each distinct set of weights once, and gather the tokens of each member."""
+        sets = self._weight_sets(len(rows), row_of, members)
+        weights, set_of, sources = sets.weights, sets.set_of, sets.sources
+        token_ids = self.token_ids[members]
+        if set_of is None:
+            return batch_draw_logprobs(rows, token_ids, weights, sources=sources)
+        set_of, order = set_of.sort()
+        columns = batch_draw_logprobs(
+            rows, token_ids[order], weights, row_of=set_of, sources=sources
+        )
+        places = order.argsort().to(rows.device)
+        return tuple(column[places] for column in columns)
 
 
 class DrawColumns(_WeightedReduction, JoinableReduction):

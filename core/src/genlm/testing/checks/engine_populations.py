@@ -130,7 +130,10 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
 
 @engine_check()
 def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
-    """Seed, index of the member and step determine a draw, with masks and temperatures."""
+    """Seed, index of the member and step determine a draw, with masks and temperatures.
+
+    Scores with the same settings are the log-probabilities of the draws.
+    """
     lm = fixture.load(output_cache=OutputCache(0))
     ids = np.asarray(fixture.token_ids)
     for number, token_ids in enumerate(fixture.some_sequences(3)):
@@ -146,9 +149,9 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         finished = np.arange(len(index)) == np.flatnonzero(index == 1)[0]
         population = lm.population(prompt, len(index)).finish(finished)
         for step in range(2):
-            drawn = fixture.run(
-                population.draw(masks, mask_index=index, temperature=temperatures, seed=seed)
-            )
+            options: dict[str, Any] = {"mask_index": index, "temperature": temperatures}
+            drawn = fixture.run(population.draw(masks, **options, seed=seed))
+            scores = fixture.run(population.score(drawn.token_ids[:, None], masks, **options))
             for member in np.flatnonzero((index != 2) & ~finished).tolist():
                 row = fixture.expected(population[member].token_ids)
                 token = int(drawn.token_ids[member])
@@ -157,8 +160,9 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
                 expected = torch.stack([row[token], allowed.logsumexp(0)])
                 fixture.check_logprobs(found, expected, member=member)
                 uniform = stream_uniform(seeds[member], step)
-                temperature, logprob = temperatures[member], float(drawn.draw_logprob[member])
-                fixture.check_draw(allowed, token, uniform, temperature, logprob)
+                for logprob in (drawn.draw_logprob[member], scores[member, 0]):
+                    temperature = temperatures[member]
+                    fixture.check_draw(allowed, token, uniform, temperature, float(logprob))
             for member in np.flatnonzero((index == 2) | finished).tolist():
                 mass = 0.0 if finished[member] else -np.inf
                 columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]

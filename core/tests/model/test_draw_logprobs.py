@@ -167,3 +167,38 @@ def test_errors_are_those_of_draws_and_name_the_members(method: str) -> None:
             call(ids, bias=bias)
         assert set(raised.value.members) == {3}
         call(ids, bias=0.0)  # the population is usable
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_speculative_decoding_has_the_distribution_of_the_target(temperature: float) -> None:
+    """Members that a draft model continues and the target corrects, against enumeration."""
+    count, length = 2_000, 2
+    generator = torch.Generator().manual_seed(3)
+    matrices = torch.randn(2, SIZE, SIZE, generator=generator).log_softmax(-1)
+    models = [population(matrix)[0] for matrix in matrices]
+    target, draft = (llm.population([1], count) for llm in models)
+    for seed in range(length):  # each round adds at least one token
+        drafted = draft.sample_sync(2, temperature=temperature, stop=(), seed=2 * seed)
+        scores = target.score_sync(drafted.token_ids, temperature=temperature)
+        ratios = scores - drafted.draw_logprob
+        kept = (torch.rand(ratios.shape, generator=generator).log() < ratios).int().cumprod(1)
+        lengths = target.lengths + kept.sum(1)
+        target = target.extend(drafted.token_ids).truncate(lengths)
+        draft = drafted.population.truncate(lengths)
+        rows, others = (
+            (each.next_token_logprobs_sync() / temperature).softmax(1)
+            for each in (target, draft)
+        )
+        remaining = (rows - others * (kept[:, -1:] == 0)).clamp(min=0)
+        shares = (remaining / remaining.sum(1, keepdim=True)).log()
+        last = target.draw_sync(rows=shares, seed=2 * seed + 1)
+        target, draft = target.extend(last.token_ids), draft.extend(last.token_ids)
+    texts = target.tokens[:, 1 : 1 + length]
+    found = torch.bincount(texts[:, 0] * SIZE + texts[:, 1], minlength=SIZE**2) / count
+    steps = (matrices[0].double() / temperature).softmax(-1)
+    wanted = steps[1][:, None] * steps
+    assert float((found.view(SIZE, SIZE) - wanted).abs().sum()) / 2 < 0.12
+    other = (matrices[1].double() / temperature).softmax(-1)
+    assert float((other[1][:, None] * other - wanted).abs().sum()) / 2 > 0.3
+    for llm in models:
+        llm.close()

@@ -116,21 +116,21 @@ def decode_concurrently(lm: AsyncLM, case: Population, clock: Clock, size: int) 
     random = np.random.default_rng(SEED)
     prompt = [token % lm.vocabulary.size for token in case.prompt[:-1]]
 
-    async def run(number: int, members: Members | None) -> Members:
-        if members is None:
-            members = lm.population([*prompt, number % lm.vocabulary.size], size)
-        for step in range(case.steps if len(members.tokens[0]) > len(prompt) + 1 else 1):
+    async def run(members: Members) -> None:
+        for step in range(case.steps):
             members = members.extend(random.integers(0, HOST_TOKENS, size))
             await members.reduce(FirstColumn())
             if case.every and step % case.every == case.every - 1:
                 members = members[np.sort(random.integers(0, size, size))]
-        return members
 
     async def all_of_them() -> float:
-        count = case.count // size
-        started = await asyncio.gather(*(run(number, None) for number in range(count)))
+        populations = [
+            lm.population([*prompt, number % lm.vocabulary.size], size)
+            for number in range(case.count // size)
+        ]
+        await asyncio.gather(*(each.reduce(FirstColumn()) for each in populations))
         start = clock()
-        await asyncio.gather(*(run(*each) for each in enumerate(started)))
+        await asyncio.gather(*map(run, populations))
         return (clock() - start) / case.steps
 
     lm.clear_kv_cache()

@@ -552,6 +552,25 @@ def test_several_new_tokens_are_searched_only_where_the_tree_may_contain_them(
         assert cost(unequal[:2].extend(sampled.token_ids[:2]))[0] == 2
 
 
+def test_tokens_of_shorter_members_are_not_searched_for_the_longer_ones_of_their_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(500, max_tokens=100, max_rows=60)
+    population = Members([(1, 2, 0)] * 3)
+    assert not population.ask(engine).errors
+    population.extend([(0, 1, 2), (1, -1, -1), (2, -1, -1)])
+    assert not population.ask(engine).errors
+    population.extend([(-1, -1), (0, 1), (1, 1)])
+    matched = []
+    match = PrefixTree.match
+    monkeypatch.setattr(
+        PrefixTree, "match", lambda self, *args: matched.append(args) or match(self, *args)
+    )
+    assert not population.ask(engine).errors
+    assert len(matched) == 1  # that of the common tokens
+    check(engine)
+
+
 def test_tokens_of_other_tables_are_also_added_to_the_tree() -> None:
     engine = Engine(500)
     population = Members([(1, 2, 0), (0, 1)])

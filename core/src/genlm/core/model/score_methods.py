@@ -188,7 +188,7 @@ class ScoreMethods:
         start: int,
         lora_name: str | None = None,
     ) -> Item | None:
-        """Check a text, and build the request for a reduction; None if it has no position."""
+        """Return the request for a reduction of a text, or None if no token is scored."""
         ids, packed, first, adapter = self._checked_text(token_ids, start, lora_name)
         if first == len(ids):
             return None

@@ -99,8 +99,7 @@ def batch_draw(
     def draw(part: RowPart) -> DrawnTokens:
         draws, part_rows = part.places, None
         if row_of is not None:
-            ends = torch.tensor([draws.start, draws.stop], device="cpu")
-            draws = slice(*torch.searchsorted(row_of, ends).tolist())
+            draws = _entries_of_part(row_of, part)
             part_rows = moved(row_of[draws] - part.places.start, rows.device)
         return _draw_part(part, uniforms[draws], part_rows)
 
@@ -225,12 +224,17 @@ def batch_draw_logprobs(
     places = torch.arange(weights.count, device="cpu") if row_of is None else row_of
 
     def logprobs(part: RowPart) -> tuple[torch.Tensor, torch.Tensor]:
-        ends = torch.tensor([part.places.start, part.places.stop], device="cpu")
-        of_part = slice(*torch.searchsorted(places, ends).tolist())
+        of_part = _entries_of_part(places, part)
         return _logprobs_of_part(part, token_ids[of_part], places[of_part] - part.places.start)
 
     joined = joined_parts(map(logprobs, weights.parts(rows, sources)), len(token_ids))
     return joined[0], joined[1]
+
+
+def _entries_of_part(row_of: torch.Tensor, part: RowPart) -> slice:
+    """Return the entries of ascending indices of rows that are rows of a part."""
+    ends = torch.tensor([part.places.start, part.places.stop], device="cpu")
+    return slice(*torch.searchsorted(row_of, ends).tolist())
 
 
 def _draw_part(

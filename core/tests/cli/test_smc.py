@@ -24,7 +24,7 @@ import genlm
 import genlm.smc
 from genlm.cli import smc
 from genlm.constraints import Constraint
-from genlm.smc import steering
+from genlm.smc import filters
 
 EOS = 0
 TOKENS = [b"<end>", b"a", b"bb", b" ", b"a b"]
@@ -164,7 +164,7 @@ def test_the_evidence_is_unbiased(
     probability above 1 - 1e-5; the seeds are fixed, so it is either always so or never.
     """
     resample = Mock(wraps=genlm.smc.systematic_resampling)
-    monkeypatch.setattr(steering, "systematic_resampling", resample)
+    monkeypatch.setattr(filters, "systematic_resampling", resample)
     allowed = {x: p for x, p in outcomes(prompt).items() if obeys(x)}
     evidence, masses = [], []
     for history in run_all(llm, prompt, range(1200), size=6, resample_below=0.7):

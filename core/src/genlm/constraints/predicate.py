@@ -37,7 +37,7 @@ from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.sampling import checked_seed
+from genlm.core.rows.sampling import checked_seeds
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -294,7 +294,7 @@ class PythonConstraint(StateConstraint):
         *,
         temperature: float = 1.0,
         bias: ArrayLike = 0.0,
-        seed: int | None = None,
+        seed: int | ArrayLike | None = None,
     ) -> DrawnTokens:
         """Draw tokens without replacement until the functions accept one for each member.
 
@@ -306,7 +306,7 @@ class PythonConstraint(StateConstraint):
         options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
         search = Search(self, population)
         masks, index = self._draw_masks()
-        seed = checked_seed(seed)
+        seed = checked_seeds(seed, len(population))
         take: Callable[[DrawnTokens], Any] = search.take
         if not is_blocking():
             take = self.language.off_thread(take)

@@ -113,7 +113,7 @@ class Constraint(ABC):
         *,
         temperature: float = 1.0,
         bias: ArrayLike = 0.0,
-        seed: int | None = None,
+        seed: int | ArrayLike | None = None,
     ) -> DrawnTokens:
         """Draw the next token of each member from the allowed tokens.
 
@@ -152,6 +152,11 @@ class Constraint(ABC):
     def draw_sync(self, population: Population, **options: Any) -> DrawnTokens:
         """Draw as `draw` does, with the same options, on the calling thread."""
         return run_blocking(self.draw(population, **options))
+
+    @property
+    def _has_own_proposal(self) -> bool:
+        """Whether `draw` may use another proposal than the masks, such as one with a bias."""
+        return type(self).draw is not Constraint.draw
 
     def _check_size(self, population: Population) -> None:
         """Raise `ValueError` for a population of another size."""

@@ -1,18 +1,22 @@
-"""Sequential Monte Carlo: the particle filter `steer`, weights and resampling."""
+"""Sequential Monte Carlo: the particle filters `steer` and `batch_steer`, and resampling."""
 
-from genlm.smc.particles import History, Particles, Step
+from genlm.smc.particles import BatchStep, History, Particles, ParticlesBatch, Step
 from genlm.smc.resampling import (
     effective_sample_size,
     normalised_weights,
     resampled,
     systematic_resampling,
 )
-from genlm.smc.steering import steer, steer_sync
+from genlm.smc.steering import batch_steer, batch_steer_sync, steer, steer_sync
 
 __all__ = [
+    "BatchStep",
     "History",
     "Particles",
+    "ParticlesBatch",
     "Step",
+    "batch_steer",
+    "batch_steer_sync",
     "effective_sample_size",
     "normalised_weights",
     "resampled",

@@ -48,19 +48,49 @@ class Step(NamedTuple):
     @property
     def log_evidence(self) -> float:
         """Log of the mean weight."""
-        return log_mean(self.log_weights)
+        return float(log_mean(self.log_weights))
 
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size before resampling; 0 if all weights are 0."""
-        return effective_size(self.log_weights)
+        return float(effective_size(self.log_weights))
+
+
+class BatchStep(NamedTuple):
+    """One step of several filters; the attributes are those of `Step`.
+
+    Attributes:
+        token_ids: Shape `(filters, size)`.
+        log_weights: Shape `(filters, size)`.
+        finished: Shape `(filters, size)`.
+        ancestors: Indices among the particles of the same filter, shape `(filters, size)`.
+        is_resampled: Shape `(filters,)`, bool.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    log_weights: Floats
+    finished: npt.NDArray[np.bool_]
+    ancestors: npt.NDArray[np.int64]
+    is_resampled: npt.NDArray[np.bool_]
+
+    def of(self, place: int) -> Step:
+        """Return the step of one filter."""
+        token_ids, log_weights, finished, ancestors, is_resampled = self
+        return Step(
+            token_ids[place],
+            log_weights[place],
+            finished[place],
+            ancestors[place],
+            bool(is_resampled[place]),
+        )
 
 
 class History(Sequence[Step]):
     """The steps of a filter that led to some particles, in order; immutable."""
 
-    def __init__(self, steps: Sequence[Step] = ()) -> None:
-        self._steps = tuple(steps)
+    def __init__(self, steps: Sequence[BatchStep] = (), place: int = 0) -> None:
+        self._steps = steps
+        self._place = place
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -70,12 +100,9 @@ class History(Sequence[Step]):
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Step | History:
-        steps = self._steps[index]
-        return History(steps) if isinstance(index, slice) else steps  # type: ignore[arg-type,return-value]
-
-    def followed_by(self, step: Step) -> History:
-        """Return the history with one more step."""
-        return History((*self._steps, step))
+        if isinstance(index, slice):
+            return History(self._steps[index], self._place)
+        return self._steps[index].of(self._place)
 
     @property
     def ancestry(self) -> npt.NDArray[np.int64]:
@@ -85,8 +112,8 @@ class History(Sequence[Step]):
         """
         if not self._steps:
             return np.empty((0, 0), np.int64)
-        places = [np.arange(len(self._steps[-1].ancestors))]
-        for step in self._steps[:0:-1]:
+        places = [np.arange(len(self[-1].ancestors))]
+        for step in self[:0:-1]:
             places.append(step.ancestors[places[-1]])
         return np.stack(places[::-1])
 
@@ -98,7 +125,7 @@ class History(Sequence[Step]):
         """
         columns = [
             step.token_ids[step.ancestors[places]]
-            for step, places in zip(self._steps, self.ancestry, strict=True)
+            for step, places in zip(self, self.ancestry, strict=True)
         ]
         return np.stack(columns, axis=1) if columns else np.empty((0, 0), np.int64)
 
@@ -121,7 +148,7 @@ class History(Sequence[Step]):
                 "alive": int(np.isfinite(step.log_weights).sum()),
                 "finished": int((step.finished & np.isfinite(step.log_weights)).sum()),
             }
-            for step in self._steps
+            for step in self
         ]
         index = range(1, len(rows) + 1)
         columns = ["log_evidence", "effective_sample_size", "is_resampled", "alive", "finished"]
@@ -144,7 +171,7 @@ class History(Sequence[Step]):
 
     def __repr__(self) -> str:
         lines = ["step  log-evidence  effective  alive  finished"]
-        for number, step in enumerate(self._steps, 1):
+        for number, step in enumerate(self, 1):
             alive = np.isfinite(step.log_weights)
             mark = " resampled" if step.is_resampled else ""
             lines.append(
@@ -190,7 +217,7 @@ class Particles:
         With a constraint and no potential, the evidence is the probability that a sample of the
         unconstrained model satisfies the constraint for the same number of tokens.
         """
-        return log_mean(self.log_weights)
+        return float(log_mean(self.log_weights))
 
     @property
     def weights(self) -> Floats:
@@ -202,7 +229,7 @@ class Particles:
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size; 0 if all weights are 0."""
-        return effective_size(self.log_weights)
+        return float(effective_size(self.log_weights))
 
     @property
     def texts(self) -> list[str]:
@@ -269,6 +296,72 @@ class Particles:
         if len(heaviest) > _MAX_PRINTED:
             lines.append(f"... {len(heaviest) - _MAX_PRINTED} more texts")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ParticlesBatch(Sequence[Particles]):
+    """The particles of several filters after a step: a sequence of `Particles`, one for each.
+
+    Attributes:
+        population: The sequences of all filters, `size` members for each filter, in order.
+        log_weights: Shape `(filters, size)`, float64; `-inf` for particles that cannot be
+            continued.
+        steps: All steps of all filters; those after the last step of a filter do not change it.
+        step_counts: Number of steps that each filter has made, shape `(filters,)`, int64.
+        llm: The model.
+    """
+
+    population: Population
+    log_weights: Floats
+    steps: tuple[BatchStep, ...]
+    step_counts: npt.NDArray[np.int64]
+    llm: AsyncLM
+
+    @property
+    def size(self) -> int:
+        """Number of particles of each filter."""
+        return int(self.log_weights.shape[1])
+
+    @property
+    def log_evidence(self) -> Floats:
+        """`Particles.log_evidence` of each filter, shape `(filters,)`, float64."""
+        return log_mean(self.log_weights)
+
+    def to_pandas(self) -> DataFrame:
+        """Return a table with a row for each particle of each filter.
+
+        Returns:
+            The columns of `Particles.to_pandas`, indexed by `filter` and `particle`.
+
+        Raises:
+            MissingRequirementError: pandas is not installed.
+        """
+        tables = {place: particles.to_pandas() for place, particles in enumerate(self)}
+        return import_required("pandas", "to_pandas").concat(tables, names=["filter"])
+
+    def __len__(self) -> int:
+        return len(self.log_weights)
+
+    @overload
+    def __getitem__(self, index: int) -> Particles: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Particles]: ...
+    def __getitem__(self, index: int | slice) -> Particles | list[Particles]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self))[index]
+        begin, population = place * self.size, self.population
+        if len(self) > 1:
+            population = population[begin : begin + self.size]
+        history = History(self.steps[: self.step_counts[place]], place)
+        return Particles(population, self.log_weights[place], history, self.llm)
+
+    def __repr__(self) -> str:
+        finished = self.population.finished.reshape(-1, self.size).all(1)
+        return (
+            f"<ParticlesBatch: {len(self)} filters of {self.size} particles after "
+            f"{len(self.steps)} steps, {int(finished.sum())} finished>"
+        )
 
 
 def _truncate(text: str) -> str:

@@ -161,17 +161,27 @@ def resampled(
     return ancestors, new_logs
 
 
-def log_mean(log_weights: Floats) -> float:
-    """Return the log of the mean weight, which is exact for equal weights."""
-    largest = log_weights.max()
-    if largest == -np.inf:
-        return -np.inf
-    return float(np.log(np.exp(log_weights - largest).mean()) + largest)
+def log_mean(log_weights: Floats) -> Floats:
+    """Return the log of the mean weight over the last axis, exact for equal weights."""
+    weights, largest = _relative_weights(log_weights)
+    with np.errstate(divide="ignore"):  # of log 0
+        mean: Floats = np.log(weights.mean(axis=-1)) + largest
+    return mean
 
 
-def effective_size(log_weights: Floats) -> float:
-    """Return the effective sample size; 0 if all weights are 0."""
-    return effective_sample_size(log_weights) if np.isfinite(log_weights).any() else 0.0
+def effective_size(log_weights: Floats) -> Floats:
+    """Return the effective sample size over the last axis; 0 if all weights are 0."""
+    weights, _ = _relative_weights(log_weights)
+    squares = np.square(weights).sum(axis=-1)
+    size: Floats = np.square(weights.sum(axis=-1)) / np.where(squares > 0, squares, 1)
+    return size
+
+
+def _relative_weights(log_weights: Floats) -> tuple[Floats, Floats]:
+    """Return weights relative to the largest of the last axis, and its logarithm or 0."""
+    largest = log_weights.max(axis=-1)
+    largest = np.where(largest == -np.inf, 0.0, largest)
+    return np.exp(log_weights - largest[..., None]), largest
 
 
 def float64_array(values: LogWeights) -> Floats:

@@ -1,38 +1,38 @@
-"""`steer`: a particle filter over a model."""
+"""`steer` and `batch_steer`: particle filters over a model."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.protocol import Constraint, Language, attribute_values
+from genlm.constraints.joined import JoinedConstraint
+from genlm.constraints.protocol import Constraint, Language
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import blocking_iterator, off_loop
-from genlm.core.base.validation import checked_integer, checked_number, checked_stop
-from genlm.core.model.population import Population
-from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.sampling import checked_seed
-from genlm.core.vocab.text import search_stop
-from genlm.smc.particles import History, Particles, Step
-from genlm.smc.resampling import (
-    Floats,
-    LogWeights,
-    systematic_resampling,
+from genlm.core.base.validation import (
+    checked_integer,
+    checked_number,
+    checked_stop,
+    is_sequence_like,
 )
+from genlm.core.model.population import Population
+from genlm.core.rows.sampling import checked_seed, stream_seeds
+from genlm.smc.filters import Filters, checked_logs
+from genlm.smc.particles import Particles, ParticlesBatch
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
-    from genlm.core.model.context import TokenIds
+    from genlm.core.model.context import TokenBatch, TokenIds
     from genlm.core.model.lm import AsyncLM
-    from genlm.core.model.members import ArrayLike
+    from genlm.smc.filters import Bias, Potential
+    from genlm.smc.resampling import LogWeights
 
-    Bias: TypeAlias = ArrayLike | Callable[[Population], ArrayLike | Awaitable[ArrayLike]]
-    Potential: TypeAlias = Callable[[Population], LogWeights | Awaitable[LogWeights]]
+T = TypeVar("T")
 
 logger = logging.getLogger("genlm")
 
@@ -106,273 +106,296 @@ async def steer(
         TypeError: An argument, or the result of the potential, is of another type.
         GenlmError: As `Population.draw`.
     """
-    from tqdm.auto import tqdm
+    population = _initial_population(llm, prompt, size)
+    filters = await _filters(
+        llm,
+        population,
+        len(population),
+        max_tokens=max_tokens,
+        log_weights=log_weights,
+        constraint=constraint,
+        text=text,
+        potential=potential,
+        bias=bias,
+        stop=stop,
+        temperature=temperature,
+        resample_below=resample_below,
+        seeds=[checked_seed(seed)],
+    )
+    async with contextlib.aclosing(filters.run(progress=progress)) as batches:
+        async for batch in batches:
+            yield batch[0]
 
+
+async def batch_steer(
+    llm: AsyncLM,
+    prompts: TokenBatch | Population,
+    size: int,
+    *,
+    max_tokens: int,
+    log_weights: LogWeights | None = None,
+    constraint: Language | Sequence[Language] | Constraint | None = None,
+    text: bytes | Sequence[bytes] = b"",
+    potential: Potential | None = None,
+    bias: Bias | None = None,
+    stop: Stop | None = None,
+    temperature: float = 1.0,
+    resample_below: float = 0.5,
+    seed: int | Sequence[int] | None = None,
+    progress: bool = False,
+) -> AsyncGenerator[ParticlesBatch, None]:
+    """Continue several prompts, each with a particle filter, and yield the particles of all.
+
+    The filters are independent: each has its own weights and evidence, is resampled by itself,
+    and draws as `steer` does with its seed, whatever the other filters are. Their particles are
+    members of one population, so that a step of all filters takes about as long as a step of
+    one filter with as many particles. This is much less than that of concurrent calls of
+    `steer` if each filter has few particles.
+
+        async for batch in genlm.smc.batch_steer(llm, prompts, 10, max_tokens=40, seed=0):
+            pass
+        answers = [particles.texts[particles.weights.argmax()] for particles in batch]
+
+    A filter whose particles are all finished, or have weight 0, makes no further step. The
+    iteration ends with the last filter.
+
+    Args:
+        llm: The model.
+        prompts: Token ids or `Context` of each filter; or a `Population` of the model with
+            `size` members for each filter, in order, such as that of an earlier batch.
+        size: Number of particles of each filter, at least 1.
+        max_tokens: As `steer`. A filter whose contexts are full ends before the others.
+        log_weights: Log-weights of the first particles, shape `(filters, size)`.
+        constraint: A `Language` of all filters, a sequence of one for each filter, or a
+            `Constraint` of all particles, filter after filter. Languages that are the same
+            object share their tables.
+        text: As `steer`; for all filters, or a sequence of one for each filter.
+        potential: As `steer`, a function of the population of all particles, filter after
+            filter: member i belongs to filter `i // size`.
+        bias: As `steer`, for or of this population.
+        stop: As `steer`.
+        temperature: As `steer`.
+        resample_below: As `steer`.
+        seed: Random seed of all filters, from which `genlm.plugin.stream_seeds` derives that of
+            each filter; or a sequence of one seed for each filter.
+        progress: As `steer`.
+
+    Raises:
+        ValueError: There is not one language, text or seed for each filter, the number of
+            members of a population is not a multiple of `size`, or as `steer`.
+        TypeError: As `steer`.
+        GenlmError: As `Population.draw`.
+    """
+    population, count = _initial_populations(llm, prompts, checked_integer("size", size, 1))
+    if log_weights is not None:
+        array = host_array(log_weights, "log_weights")
+        if array.shape != (count, size):
+            raise ValueError(
+                f"log_weights has shape {array.shape}; expected ({count}, {size}), one number "
+                f"for each particle of each filter"
+            )
+        log_weights = array.reshape(-1)
+    if is_sequence_like(seed):
+        each = _for_each("seed", cast("Sequence[int]", seed), count)
+        seeds = [checked_seed(value) for value in each]
+    else:
+        seeds = stream_seeds(cast("int | None", seed), count)
+    filters = await _filters(
+        llm,
+        population,
+        size,
+        max_tokens=max_tokens,
+        log_weights=log_weights,
+        constraint=constraint,
+        text=text,
+        potential=potential,
+        bias=bias,
+        stop=stop,
+        temperature=temperature,
+        resample_below=resample_below,
+        seeds=seeds,
+    )
+    async with contextlib.aclosing(filters.run(progress=progress)) as batches:
+        async for batch in batches:
+            yield batch
+
+
+steer_sync = blocking_iterator(steer)
+batch_steer_sync = blocking_iterator(batch_steer)
+
+
+async def _filters(
+    llm: AsyncLM,
+    population: Population,
+    size: int,
+    *,
+    max_tokens: int,
+    log_weights: LogWeights | None,
+    constraint: Language | Sequence[Language] | Constraint | None,
+    text: bytes | Sequence[bytes],
+    potential: Potential | None,
+    bias: Bias | None,
+    stop: Stop | None,
+    temperature: float,
+    resample_below: float,
+    seeds: Sequence[int],
+) -> Filters:
+    """Check the arguments of `steer` or `batch_steer`, and return the filters before a step."""
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
-    particles = _first_particles(llm, prompt, size, log_weights)
-    max_tokens = checked_integer("max_tokens", max_tokens, 0)
-    temperature = checked_number("temperature", temperature)
+    batch = _first_particles(llm, population, size, log_weights)
     if potential is not None and not callable(potential):
         raise TypeError(
             f"potential={potential!r}; expected a function of a population that returns "
             f"log-factors, shape (n,)"
         )
+    max_tokens = checked_integer("max_tokens", max_tokens, 0)
+    temperature = checked_number("temperature", temperature)
     stop_ids, stop_texts = checked_stop(stop, llm.vocab_size, llm.vocabulary.eos_token_id)
-    if isinstance(constraint, Language) and stop_texts:
+    has_language = constraint is not None and not isinstance(constraint, Constraint)
+    if has_language and stop_texts:
         raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
     ends = np.array(sorted(stop_ids), np.int64)
     language_stop = None if stop is None else ends
-    particle_filter = _Filter(
-        particles,
-        await _first_constraint(constraint, llm, len(particles), text, language_stop),
+    return Filters(
+        batch,
+        await _first_constraint(constraint, llm, batch, text, language_stop),
         potential,
         bias,
+        max_tokens=max_tokens,
         ends=ends,
         stop_texts=stop_texts,
         temperature=temperature,
         resample_below=resample_below,
-        seed=checked_seed(seed),
+        seeds=seeds,
     )
-    population = particles.population
-    lengths = population.lengths[~population.finished].tolist()
-    room = (llm.max_context or math.inf) + 1 - max(lengths, default=0)
-    steps = int(min(max_tokens, room))
-    with tqdm(total=steps, desc="steer", unit="step", disable=not progress) as bar:
-        for step in range(1, steps + 1):
-            particles = await particle_filter.step(is_last=step == steps)
-            _show(bar, particles)
-            yield particles
-            if particles.population.finished.all():
-                return
-    if steps < max_tokens:
-        unfinished = int((~particles.population.finished).sum())
-        llm._log_cut(unfinished, len(particles), max_tokens)  # noqa: SLF001 - as `sample` does
-
-
-steer_sync = blocking_iterator(steer)
 
 
 def _initial_population(
     llm: AsyncLM, prompt: TokenIds | Population, size: int | None
 ) -> Population:
     """Return the first particles of a filter; see `steer`."""
-    if isinstance(prompt, Particles):
-        raise TypeError(
-            "prompt is Particles; to continue a filter, pass particles.population and "
-            "log_weights=particles.log_weights"
-        )
-    if not isinstance(prompt, Population):
+    if not isinstance(prompt, (Population, Particles)):
         return llm.population(prompt, checked_integer("size", size, 1))
+    population = _checked_population(llm, prompt)
+    count = checked_integer("size", len(population) if size is None else size, 1)
+    if count != len(population):
+        raise ValueError(f"a population of {len(population)} members for {count} particles")
+    return population
+
+
+def _initial_populations(
+    llm: AsyncLM, prompts: TokenBatch | Population, size: int
+) -> tuple[Population, int]:
+    """Return the first particles of several filters, and the number of filters."""
+    if isinstance(prompts, (Population, ParticlesBatch)):
+        population = _checked_population(llm, prompts)
+        if len(population) % size:
+            raise ValueError(
+                f"a population of {len(population)} members for filters of {size} particles; "
+                f"expected {size} members for each filter"
+            )
+        return population, len(population) // size
+    population = llm.population(prompts)
+    return population[np.repeat(np.arange(len(population)), size)], len(population)
+
+
+def _checked_population(llm: AsyncLM, prompt: object) -> Population:
+    """Return the population of a model with which filters begin."""
+    if not isinstance(prompt, Population):
+        raise TypeError(
+            f"prompt is {type(prompt).__name__}; to continue a filter, pass "
+            f"particles.population and log_weights=particles.log_weights"
+        )
     llm._requests.adapter_of(prompt, None)  # noqa: SLF001 - checks that it is of this model
-    count = checked_integer("size", len(prompt) if size is None else size, 1)
-    if count != len(prompt):
-        raise ValueError(f"a population of {len(prompt)} members for {count} particles")
-    if prompt.finished.all():
+    if len(prompt) and prompt.finished.all():
         logger.warning(
             "all %d members of the population are finished and draw no token; "
             "population.resume() continues them",
-            count,
+            len(prompt),
         )
     return prompt
 
 
 def _first_particles(
-    llm: AsyncLM,
-    prompt: TokenIds | Population,
-    size: int | None,
-    log_weights: LogWeights | None,
-) -> Particles:
+    llm: AsyncLM, population: Population, size: int, log_weights: LogWeights | None
+) -> ParticlesBatch:
     """Return the particles before the first step; those without weight are finished."""
-    population = _initial_population(llm, prompt, size)
     weights = np.zeros(len(population))
     if log_weights is not None:
-        weights += _checked_logs(log_weights, np.ones(len(population), bool), "log_weights")
+        weights += checked_logs(log_weights, np.ones(len(population), bool), "log_weights")
     is_dead = np.isneginf(weights)
     if is_dead.any():
         population = population.finish(is_dead)
-    return Particles(population, weights, History(), llm)
+    step_counts = np.zeros(len(population) // size, np.int64)
+    return ParticlesBatch(population, weights.reshape(-1, size), (), step_counts, llm)
 
 
 async def _first_constraint(
-    constraint: Language | Constraint | None,
+    constraint: Language | Sequence[Language] | Constraint | None,
     llm: AsyncLM,
-    size: int,
-    text: bytes,
+    batch: ParticlesBatch,
+    text: bytes | Sequence[bytes],
     stop: npt.NDArray[np.int64] | None,
 ) -> Constraint | None:
     """Return the constraint of the first particles."""
-    if isinstance(constraint, Language):
+    size = len(batch.population)
+    if isinstance(constraint, (Language, list, tuple)):
         # Another thread compiles automata and grammars for the vocabulary.
-        constraint = await off_loop(constraint.start, llm, size, text=text, stop=stop)
-    elif text:
+        constraint = await off_loop(_started, constraint, llm, batch, text, stop)
+    elif not isinstance(text, bytes) or text:
         raise ValueError("text belongs to the texts of a Language; pass one as constraint")
     if not isinstance(constraint, Constraint | None):
-        raise TypeError(
-            f"constraint={constraint!r}; expected a Language or a Constraint of "
-            f"genlm.constraints, such as Automaton.regex(pattern)"
-        )
+        raise _not_a_constraint(constraint)
     if constraint is not None and len(constraint) != size:
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     return constraint
 
 
-class _Filter:
-    """The particles of `steer`, and what their next step depends on."""
-
-    def __init__(
-        self,
-        particles: Particles,
-        constraint: Constraint | None,
-        potential: Potential | None,
-        bias: Bias | None,
-        *,
-        ends: npt.NDArray[np.int64],
-        stop_texts: tuple[bytes, ...],
-        temperature: float,
-        resample_below: float,
-        seed: int,
-    ) -> None:
-        self.particles = particles
-        self._constraint = constraint
-        self._potential = potential
-        self._bias = bias
-        self._ends = ends
-        self._stop_texts = stop_texts
-        self._tails = [b""] * len(particles)
-        self._temperature = temperature
-        self._resample_below = resample_below
-        self._rng = np.random.default_rng(seed)
-        self._draw_seed = int(self._rng.integers(2**63))
-        # Skips the numbers with which an earlier filter resampled these particles.
-        self._rng.random(particles.population._step)  # noqa: SLF001 - internal to genlm
-        self._log_potential = np.zeros(len(particles))
-        # A subclass that overrides `draw` may use another proposal, such as one with a bias.
-        has_own_draw = constraint is not None and type(constraint).draw is not Constraint.draw
-        self._gains_are_masses = temperature == 1 and bias is None and not has_own_draw
-
-    async def step(self, *, is_last: bool) -> Particles:
-        """Draw a token for each particle, and update the weights.
-
-        Ancestors are chosen if the step is not the last and the effective sample size is small.
-        """
-        particles = self.particles
-        drawn = await self._draw(particles.population)
-        # A copy: tensors that are kept divide the memory in which steps allocate rows.
-        token_ids = drawn.token_ids.numpy().copy()
-        gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
-        log_weights = particles.log_weights + gain.double().numpy()
-        population = particles.population.extend(token_ids)
-        is_over = np.isin(token_ids, self._ends)
-        if self._stop_texts:
-            is_over |= self._completes_stop_text(token_ids)
-        if self._constraint is not None:
-            advanced = self._constraint.advance(token_ids)
-            self._constraint = _checked_constraint(advanced, self._constraint, "advance")
-            is_over |= attribute_values(self._constraint, "finished")
-        await self._weight_by_potentials(population, log_weights)
-        population = population.finish(is_over | (log_weights == -np.inf))
-        finished = population.finished.numpy()
-        step = Step(token_ids, log_weights, finished, np.arange(len(log_weights)))
-        is_last = is_last or bool(finished.all())
-        if not is_last and step.effective_sample_size < self._resample_below * len(log_weights):
-            ancestors = systematic_resampling(log_weights, self._rng.random())
-            step = step._replace(ancestors=ancestors, is_resampled=True)
-            population = population[ancestors]
-            log_weights = np.full(len(log_weights), step.log_evidence)
-            self._select(ancestors)
-        history = particles.history.followed_by(step)
-        self.particles = Particles(population, log_weights, history, particles.llm)
-        return self.particles
-
-    async def _draw(self, population: Population) -> DrawnTokens:
-        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
-        if self._bias is not None:
-            bias = self._bias(population) if callable(self._bias) else self._bias
-            options["bias"] = await bias if isinstance(bias, Awaitable) else bias
-        if self._constraint is None:
-            return await population.draw(**options)
-        return await self._constraint.draw(population, **options)
-
-    def _completes_stop_text(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether the token drawn for each particle completes a stop text."""
-        is_complete, byte_vocab = np.zeros(len(token_ids), bool), self.particles.llm.byte_vocab
-        for member in np.flatnonzero(token_ids >= 0).tolist():
-            text = self._tails[member] + bytes(byte_vocab[token_ids[member]])
-            is_complete[member], self._tails[member] = search_stop(text, self._stop_texts)
-        return is_complete
-
-    async def _weight_by_potentials(self, population: Population, log_weights: Floats) -> None:
-        """Multiply the weights by the change of the potentials since the previous step."""
-        potential = np.zeros(len(population))
-        live = log_weights > -np.inf
-        if self._constraint is not None:
-            name = f"{type(self._constraint).__name__}.log_potential"
-            potential += _checked_logs(self._constraint.log_potential, live, name)
-        if self._potential is not None:
-            values = self._potential(population)
-            if isinstance(values, Awaitable):
-                values = await values
-            potential = potential + _checked_logs(values, live)
-        log_weights[live] += potential[live] - self._log_potential[live]
-        self._log_potential = np.where(live, potential, self._log_potential)
-
-    def _select(self, ancestors: npt.NDArray[np.int64]) -> None:
-        """Continue with the ancestors of resampled particles."""
-        self._log_potential = self._log_potential[ancestors]
-        self._tails = [self._tails[ancestor] for ancestor in ancestors]
-        if self._constraint is not None:
-            selected = self._constraint[ancestors]
-            self._constraint = _checked_constraint(selected, self._constraint, "indexing")
+def _started(
+    languages: Language | Sequence[Language],
+    llm: AsyncLM,
+    batch: ParticlesBatch,
+    texts: bytes | Sequence[bytes],
+    stop: npt.NDArray[np.int64] | None,
+) -> Constraint:
+    """Start the languages of the filters; equal ones with equal texts are started once."""
+    count, size = len(batch), batch.size
+    all_languages = (
+        [languages] * count
+        if isinstance(languages, Language)
+        else _for_each("constraint", languages, count)
+    )
+    all_texts = (
+        _for_each("text", texts, count) if isinstance(texts, (list, tuple)) else [texts] * count
+    )
+    filters_of: dict[tuple[int, bytes], list[int]] = {}
+    for place, (language, text) in enumerate(zip(all_languages, all_texts, strict=True)):
+        if not isinstance(language, Language):
+            raise _not_a_constraint(language)
+        filters_of.setdefault((id(language), text), []).append(place)
+    parts = [
+        all_languages[places[0]].start(llm, len(places) * size, text=text, stop=stop)
+        for (_, text), places in filters_of.items()
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    members = [
+        (np.array(places)[:, None] * size + np.arange(size)).reshape(-1)
+        for places in filters_of.values()
+    ]
+    return JoinedConstraint(parts, members, llm.vocab_size)
 
 
-def _checked_constraint(result: object, constraint: Constraint, method: str) -> Constraint:
-    """Return the result of a method of a constraint, a constraint of the same size."""
-    name = f"the result of {type(constraint).__name__}, {method},"
-    if not isinstance(result, Constraint):
-        raise TypeError(f"{name} is {type(result).__name__}; expected a Constraint")
-    if len(result) != len(constraint):
-        raise ValueError(f"{name} has {len(result)} members; expected {len(constraint)}")
-    return result
+def _for_each(argument: str, values: Sequence[T], count: int) -> Sequence[T]:
+    """Return a sequence with one element for each filter."""
+    if len(values) != count:
+        raise ValueError(f"{argument} has length {len(values)} for {count} filters")
+    return values
 
 
-def _checked_logs(
-    values: LogWeights, live: npt.NDArray[np.bool_], name: str = "the potential"
-) -> Floats:
-    """Return log-factors or log-weights, of which those of live particles are checked."""
-    try:
-        array = host_array(values, name)
-        kind = array.dtype.kind
-    except ValueError:  # lists of different lengths
-        kind = "O"
-    if kind == "b":
-        raise TypeError(
-            f"{name} has booleans; expected log-factors: 0 for True, -inf for False"
-        )
-    if kind not in "iuf":
-        raise TypeError(
-            f"{name} is {type(values).__name__}; expected one number for each of "
-            f"{len(live)} particles"
-        )
-    potentials = array.astype(np.float64, copy=False)
-    if potentials.shape not in {(), live.shape}:
-        raise ValueError(
-            f"{name} has shape {potentials.shape}; expected one number for each of "
-            f"{len(live)} particles"
-        )
-    wrong = live & ~(potentials < np.inf)
-    if wrong.any():
-        raise ValueError(
-            f"{name} is NaN or inf for {wrong.sum()} of {len(live)} particles, the "
-            f"first at index {wrong.argmax()}; expected finite numbers or -inf"
-        )
-    return potentials
-
-
-def _show(bar: Any, particles: Particles) -> None:
-    """Advance a progress bar, unless it is hidden."""
-    if not bar.disable:
-        effective = particles.history[-1].effective_sample_size
-        finished = int(particles.population.finished.sum())
-        bar.set_postfix_str(f"effective {effective:.1f}, finished {finished}", refresh=False)
-        bar.update()
+def _not_a_constraint(value: object) -> TypeError:
+    return TypeError(
+        f"constraint={value!r}; expected a Language or a Constraint of genlm.constraints, such "
+        f"as Automaton.regex(pattern)"
+    )

@@ -19,7 +19,7 @@ from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.row_masks import MasksLike
-from genlm.core.rows.sampling import checked_seed, stream_seeds, uniforms
+from genlm.core.rows.sampling import checked_seeds, member_seeds, uniforms
 from genlm.core.rows.truncation import Truncation
 
 
@@ -97,7 +97,7 @@ class Population(MemberScores):
         top_p: float | None = None,
         min_p: float | None = None,
         rows: torch.Tensor | None = None,
-        seed: int | None = None,
+        seed: int | ArrayLike | None = None,
     ) -> DrawnTokens:
         """Draw the next token of each member.
 
@@ -131,7 +131,9 @@ class Population(MemberScores):
             rows: Log-probabilities in place of the model's, which are then not computed:
                 shape `(n, vocab_size)`, on any device, such as the result of
                 `next_token_logprobs`.
-            seed: Random seed; None for fresh randomness.
+            seed: Random seed; None for fresh randomness. Or the seed of each member's random
+                numbers, integers of shape `(n,)` from 0 to 2**63 - 1, which then do not depend
+                on the index of the member: `seed=s` stands for `stream_seeds(s, n)`.
 
         Returns:
             Tokens and their log-probabilities. A member without an allowed token gets token
@@ -166,7 +168,7 @@ class Population(MemberScores):
         temperature: ArrayLike = 1.0,
         bias: ArrayLike = 0.0,
         rows: torch.Tensor | None = None,
-        seed: int | None = None,
+        seed: int | ArrayLike | None = None,
     ) -> DrawnTokens:
         """Draw `k` different next tokens of each member, one after the other.
 
@@ -222,7 +224,7 @@ class Population(MemberScores):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        seed: int | None = None,
+        seed: int | ArrayLike | None = None,
     ) -> SampledTokens:
         """Draw up to `max_tokens` tokens for each member that is not finished.
 
@@ -274,7 +276,7 @@ class Population(MemberScores):
             self._finished,
             limits,
             settings.weights,
-            np.array(stream_seeds(seed, count), np.int64),
+            member_seeds(checked_seeds(seed, count), np.arange(count)).astype(np.int64),
             self._step,
             *ends,
         )
@@ -296,7 +298,7 @@ class Population(MemberScores):
     async def _draw(
         self,
         settings: DrawSettings,
-        seed: int | None,
+        seed: int | ArrayLike | None,
         count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
     ) -> Any:
@@ -306,7 +308,7 @@ class Population(MemberScores):
         calling thread in a blocking twin. If its result is a `concurrent.futures.Future`, the
         result of this future is returned.
         """
-        key, active = checked_seed(seed), settings.active
+        key, active = checked_seeds(seed, len(self)), settings.active
         numbers = functools.partial(uniforms, key, active, self._step, count)
         return await self._reduce(
             DrawColumns(settings.active_weights, numbers),
@@ -318,7 +320,7 @@ class Population(MemberScores):
         self,
         rows: torch.Tensor | np.ndarray[Any, Any],
         settings: DrawSettings,
-        seed: int | None,
+        seed: int | ArrayLike | None,
         count: int | None = None,
     ) -> DrawnTokens:
         """Draw as `_draw` for the active members from log-probabilities of all members."""
@@ -337,7 +339,7 @@ class Population(MemberScores):
                 f"rows: the probabilities of members {members} do not sum to 1; pass "
                 f"log-probabilities, such as logits.log_softmax(1)"
             )
-        numbers = uniforms(checked_seed(seed), active, self._step, count)
+        numbers = uniforms(checked_seeds(seed, len(self)), active, self._step, count)
         columns = DrawColumns(settings.active_weights, numbers).compute(
             rows, torch.from_numpy(active), torch.arange(len(active), device="cpu")
         )

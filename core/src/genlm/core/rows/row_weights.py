@@ -352,6 +352,20 @@ def checked_biases(bias: Any, count: int, size: int) -> list[torch.Tensor] | lis
     return list(tokens.expand(count, size))
 
 
+def bias_of_rows(bias: Any, rows: Integers64, count: int, size: int) -> Any:
+    """Return the bias of some of `count` rows, as an argument of `RowWeights` for these rows.
+
+    Raises:
+        ValueError: As `checked_biases`, for shapes.
+        TypeError: `bias` is not numeric.
+    """
+    tokens, offsets = _biases(bias, count, size)
+    values = tokens if offsets is None else offsets[:, None]
+    if values is None or len(values) == 1:
+        return 0.0 if values is None else values
+    return values[moved(torch.from_numpy(rows), values.device)]
+
+
 def _biases(
     bias: Any, count: int, size: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

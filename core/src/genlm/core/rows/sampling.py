@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.base.validation import checked_integer
+from genlm.core.base.arrays import host_array
+from genlm.core.base.validation import checked_integer, is_sequence_like
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.row_weights import RowWeights
 
-_Words = npt.NDArray[np.uint64]
+Integers64: TypeAlias = npt.NDArray[np.int64]
+_Words: TypeAlias = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -36,6 +38,43 @@ _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def checked_seed(seed: Any) -> int:
     """Return a valid seed, an integer of at least 0; a random seed for None."""
     return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
+
+
+def checked_seeds(seed: Any, count: int) -> int | Integers64:
+    """Return a seed as `checked_seed` does, or the seeds of `count` members.
+
+    Raises:
+        ValueError: A seed is out of range, or there is not one for each member.
+        TypeError: A seed is not an integer.
+    """
+    if not is_sequence_like(seed):
+        return checked_seed(seed)
+    seeds = host_array(seed, "seed")
+    if seeds.dtype.kind not in "iu" and seeds.size:
+        raise TypeError(f"seed has values of type {seeds.dtype}; expected integers")
+    if seeds.shape != (count,):
+        raise ValueError(
+            f"seeds of shape {seeds.shape} for {count} members; pass one seed, or one for each"
+        )
+    if count and not 0 <= seeds.min() <= seeds.max() < 2**63:
+        raise ValueError(
+            f"seeds from {seeds.min()} to {seeds.max()}; expected 0 to 2**63 - 1, such as the "
+            f"result of stream_seeds"
+        )
+    return seeds.astype(np.int64)
+
+
+def member_seeds(seed: int | Integers64, members: npt.NDArray[np.integer]) -> _Words:
+    """Return the seeds of the streams of members, shape `(n,)`.
+
+    Args:
+        seed: As `uniforms`.
+        members: Indices of the members, shape `(n,)`.
+    """
+    if isinstance(seed, int):
+        outputs = _outputs(np.uint64(_key(seed)), members)
+        return outputs >> np.uint64(1)  # engines take signed 64 bits
+    return _words(seed[members])
 
 
 def seed_word(seed: int) -> int:
@@ -58,7 +97,7 @@ def stream_seeds(seed: int | None, count: int) -> list[int]:
         ValueError: `seed` is negative.
         TypeError: `seed` is not an integer.
     """
-    seeds: list[int] = _member_seeds(_key(checked_seed(seed)), np.arange(count)).tolist()
+    seeds: list[int] = member_seeds(checked_seed(seed), np.arange(count)).tolist()
     return seeds
 
 
@@ -83,7 +122,7 @@ def stream_uniforms(
 
 
 def uniforms(
-    seed: int,
+    seed: int | Integers64,
     members: npt.NDArray[np.integer],
     steps: int | npt.NDArray[np.integer],
     count: int | None = None,
@@ -95,14 +134,14 @@ def uniforms(
     members.
 
     Args:
-        seed: An integer, 0 or more, of any size.
+        seed: An integer, 0 or more, of any size; or the seed of the stream of each member of
+            the population, in place of `stream_seeds`.
         members: Indices of the members, shape `(n,)`.
         steps: Step of each member, from 0, shape `(n,)`, or one step for all.
         count: Number of random numbers per member; the first equals the number without
             `count`. The result then has shape `(n, count)`, without `count` `(n,)`.
     """
-    seeds = _member_seeds(_key(seed), members)
-    outputs = _outputs(seeds, steps)
+    outputs = _outputs(member_seeds(seed, members), steps)
     if count is None:
         return _unit_floats(outputs)
     # The output of a step is its first number, and the seed of its further numbers.
@@ -118,11 +157,6 @@ def _key(seed: int) -> int:
     while seed := seed >> 64:
         key = _mix((key ^ seed) + _GOLDEN_GAMMA & _MASK)
     return key
-
-
-def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
-    seeds = _outputs(np.uint64(key), members)
-    return seeds >> np.uint64(1)  # engines take signed 64 bits
 
 
 def _mix(state: int) -> int:

@@ -1,0 +1,163 @@
+"""`JoinedConstraint`: the members of a population under several constraints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from genlm.constraints.protocol import (
+    Constraint,
+    Flags,
+    Floats,
+    Integers64,
+    IntegersLike,
+    attribute_values,
+)
+from genlm.constraints.states import member_index
+from genlm.core.base.blocking import is_blocking
+from genlm.core.model.members import checked_array
+from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import bias_of_rows
+from genlm.core.rows.sampling import checked_seeds, member_seeds
+
+if TYPE_CHECKING:
+    from genlm.core.model.members import ArrayLike
+    from genlm.core.model.population import Population
+    from genlm.core.rows.row_masks import MasksLike
+
+
+class JoinedConstraint(Constraint):
+    """Members of which each has one of several constraints.
+
+    Args:
+        parts: The constraints.
+        members: The members of each constraint, in its order; together, each member once.
+        vocab_size: Number of token ids.
+    """
+
+    def __init__(
+        self, parts: Sequence[Constraint], members: Sequence[Integers64], vocab_size: int
+    ) -> None:
+        self._parts = parts
+        self._members = members
+        self._vocab_size = vocab_size
+        self._order = np.argsort(np.concatenate(members))
+
+    @property
+    def finished(self) -> Flags:  # type: ignore[override]
+        """Whether the text of each member has ended."""
+        finished: Flags = self._attribute("finished")
+        return finished
+
+    @property
+    def log_potential(self) -> Floats:  # type: ignore[override]
+        """Log of a factor of each member's probability."""
+        log_potential: Floats = self._attribute("log_potential")
+        return log_potential
+
+    def _attribute(self, name: str) -> Any:
+        values = [attribute_values(part, name) for part in self._parts]
+        return np.concatenate(values)[self._order]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def masks(self) -> tuple[MasksLike, Integers64 | None]:
+        """Return the mask of each member; waits until they are computed."""
+        return self._draw_masks()
+
+    def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
+        batches = []
+        for part in self._parts:
+            masks, index = part._draw_masks()  # noqa: SLF001 - of the same package
+            if not isinstance(masks, RowMasks):
+                masks = RowMasks(masks, len(part), self._vocab_size, index)
+            batches.append(masks)
+
+        def joined() -> RowMasks:
+            return RowMasks.joined(batches).of(self._order)
+
+        if any(masks.is_deferred for masks in batches):
+            return RowMasks.deferred(joined, len(self)), None
+        return joined(), None
+
+    def advance(self, token_ids: IntegersLike) -> JoinedConstraint:
+        """Return the constraint after each member was extended by a token."""
+        ids = checked_array(token_ids)
+        return self._with(
+            [part.advance(ids[members]) for part, members in self._pairs], self._members
+        )
+
+    def __getitem__(self, ancestors: Any) -> JoinedConstraint:
+        index = np.arange(len(self))[member_index(ancestors)]
+        parts, all_members = [], []
+        for part, members in self._pairs:
+            place_of = np.full(len(self), -1)
+            place_of[members] = np.arange(len(members))
+            places = place_of[index]
+            selected = np.flatnonzero(places >= 0)
+            parts.append(part[places[selected]])
+            all_members.append(selected)
+        return self._with(parts, all_members)
+
+    @property
+    def _pairs(self) -> Iterable[tuple[Constraint, Integers64]]:
+        return zip(self._parts, self._members, strict=True)
+
+    def _with(
+        self, parts: Sequence[Constraint], members: Sequence[Integers64]
+    ) -> JoinedConstraint:
+        return JoinedConstraint(parts, members, self._vocab_size)
+
+    @property
+    def _has_own_proposal(self) -> bool:
+        return any(
+            part._has_own_proposal  # noqa: SLF001 - of the same package
+            for part in self._parts
+        )
+
+    async def draw(
+        self,
+        population: Population,
+        *,
+        temperature: float = 1.0,
+        bias: ArrayLike = 0.0,
+        seed: int | ArrayLike | None = None,
+    ) -> DrawnTokens:
+        """Draw tokens for all members in one request, if all constraints draw from masks."""
+        if not self._has_own_proposal:
+            return await super().draw(population, temperature=temperature, bias=bias, seed=seed)
+        self._check_size(population)
+        seeds = member_seeds(checked_seeds(seed, len(self)), np.arange(len(self)))
+
+        def draw_part(part: Constraint, members: Integers64) -> Awaitable[DrawnTokens]:
+            return part.draw(
+                population[members],
+                temperature=temperature,
+                bias=bias_of_rows(bias, members, len(self), self._vocab_size),
+                seed=seeds[members],
+            )
+
+        if is_blocking():
+            draws = [await draw_part(part, members) for part, members in self._pairs]
+        else:
+            tasks = [asyncio.ensure_future(draw_part(*pair)) for pair in self._pairs]
+            try:
+                draws = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        order = torch.from_numpy(self._order)
+        return DrawnTokens(*(torch.cat(columns)[order] for columns in zip(*draws, strict=True)))
+
+    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
+        for part, members in self._pairs:
+            index = torch.from_numpy(members)
+            columns = DrawnTokens(*(column[index] for column in drawn))
+            part._prepare_advance(columns)  # noqa: SLF001 - of the same package
+        return drawn

@@ -23,7 +23,7 @@ from genlm.core.engine.group_engine import GroupEngine
 from genlm.core.queries.generations import Generation, Lineage
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.row_masks import RowMasks
-from genlm.core.rows.sampling import uniforms
+from genlm.core.rows.sampling import stream_seeds, uniforms
 
 SIZE = 7
 POISON = 6
@@ -550,6 +550,57 @@ def test_one_seed_serves_all_steps_and_copies_differ(llm: genlm.AsyncLM) -> None
     assert len(set(copies.token_ids.tolist())) > 3
     fresh = [population.draw_sync().token_ids for _ in range(2)]
     assert not torch.equal(*fresh)
+
+
+SEEDED = {
+    "draw": lambda population, seed: population.draw_sync(MASKS[0], seed=seed),
+    "rows": lambda population, seed: population.draw_sync(
+        rows=population.next_token_logprobs_sync(), seed=seed
+    ),
+    "without replacement": lambda population, seed: population.draw_without_replacement_sync(
+        3, seed=seed
+    ),
+    "sample": lambda population, seed: population.sample_sync(3, stop=[2], seed=seed)[:3],
+}
+
+
+@pytest.mark.parametrize("form", SEEDED)
+def test_a_seed_of_each_member_stands_for_those_derived_from_one_seed(
+    llm: genlm.AsyncLM, form: str
+) -> None:
+    """They are selected as members are, so draws of a part are those of the whole."""
+    method, population = SEEDED[form], llm.population([1], 20).extend([1, 2] * 10)
+    population = population.finish([True, False] * 2 + [False] * 16)
+    expected = method(population, 11)
+    seeds = np.array(stream_seeds(11, 20))
+    for seed in (seeds, seeds.tolist(), torch.from_numpy(seeds)):
+        for column, other in zip(method(population, seed), expected, strict=True):
+            assert torch.equal(column, other)
+    order = np.random.default_rng(0).permutation(20)[:12]
+    part = method(population[order], seeds[order])
+    for column, other in zip(part, expected, strict=True):
+        assert torch.equal(column, other[order][..., : column.shape[-1]])
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "message"),
+    [
+        ([1, 2], ValueError, r"seeds of shape \(2,\) for 3 members; pass one seed, or one"),
+        ([[1], [2], [3]], ValueError, r"seeds of shape \(3, 1\)"),
+        ([1, 2, -1], ValueError, r"seeds from -1 to 2; expected 0 to 2\*\*63 - 1"),
+        (np.full(3, 2**63, np.uint64), ValueError, r"seeds from 9223372036854775808 to"),
+        ([1, 2, 2**70], TypeError, "seed has values of type object; expected integers"),
+        ([0.5] * 3, TypeError, "seed has values of type float64; expected integers"),
+        ("123", TypeError, "seed has values of type"),
+        (1.5, TypeError, "seed=1.5; expected an integer"),
+    ],
+)
+def test_seeds_that_are_not_one_for_each_member_are_refused(
+    tiny: genlm.AsyncLM, seed: Any, error: type[Exception], message: str
+) -> None:
+    for method in SEEDED.values():
+        with pytest.raises(error, match=message):
+            method(tiny.population([1], 3), seed)
 
 
 def test_resumed_members_continue_with_the_next_random_numbers(llm: genlm.AsyncLM) -> None:

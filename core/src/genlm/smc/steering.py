@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from genlm.constraints.joined import JoinedConstraint
 from genlm.constraints.protocol import Constraint, Language
+from genlm.constraints.states import check_text
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import blocking_iterator, off_loop
 from genlm.core.base.validation import (
@@ -343,7 +344,7 @@ async def _first_constraint(
     if isinstance(constraint, (Language, list, tuple)):
         # Another thread compiles automata and grammars for the vocabulary.
         constraint = await off_loop(_started, constraint, llm, batch, text, stop)
-    elif not isinstance(text, bytes) or text:
+    elif text != b"":
         raise ValueError("text belongs to the texts of a Language; pass one as constraint")
     if not isinstance(constraint, Constraint | None):
         raise _not_a_constraint(constraint)
@@ -373,7 +374,8 @@ def _started(
     for place, (language, text) in enumerate(zip(all_languages, all_texts, strict=True)):
         if not isinstance(language, Language):
             raise _not_a_constraint(language)
-        filters_of.setdefault((id(language), text), []).append(place)
+        check_text(text)
+        filters_of.setdefault((id(language), bytes(text)), []).append(place)
     parts = [
         all_languages[places[0]].start(llm, len(places) * size, text=text, stop=stop)
         for (_, text), places in filters_of.items()

@@ -1,0 +1,371 @@
+"""`batch_steer` against `steer` for each prompt with the seed of its filter."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine
+
+from genlm import Population
+from genlm.constraints import Automaton, Constraint, Language, Python
+from genlm.plugin import stream_seeds
+from genlm.smc import batch_steer, batch_steer_sync, steer_sync
+
+VOCABULARY = 4
+END = 0
+PROMPTS = [(2,), (3, 3, 2), (1,), (2,), (1, 3, 1, 2, 2)]
+SIZE = 7
+A, B, C = (bytes([byte]) for byte in (1, 2, 3))  # texts of the tokens
+
+
+@pytest.fixture
+def llm(make_model):
+    return make_model(ScriptedEngine(VOCABULARY))
+
+
+def potential(population: Any) -> Any:
+    """Favours many threes; three ones in a row are impossible."""
+    tokens = population.tokens
+    ones = (tokens[:, :-2] == 1) & (tokens[:, 1:-1] == 1) & (tokens[:, 2:] == 1)
+    return torch.where(ones.any(1), -math.inf, 0.9 * (tokens == 3).sum(1))
+
+
+async def scored_potential(population: Any) -> Any:
+    rows = await population.next_token_logprobs()
+    return potential(population) + rows[:, 1]
+
+
+def bias(population: Any) -> Any:
+    """Depends on the last token of each member."""
+    return torch.eye(VOCABULARY)[population.last_tokens] * 1.5
+
+
+def check_equal(particles: Any, expected: Any) -> None:
+    """Compare the particles of a filter of a batch with those of `steer`."""
+    assert particles.population.tokens.tolist() == expected.population.tokens.tolist()
+    assert particles.population.finished.tolist() == expected.population.finished.tolist()
+    np.testing.assert_allclose(particles.log_weights, expected.log_weights, atol=1e-6)
+    assert particles.log_evidence == pytest.approx(expected.log_evidence, abs=1e-6)
+    assert particles.texts == expected.texts
+    assert len(particles.history) == len(expected.history)
+    for step, expected_step in zip(particles.history, expected.history, strict=True):
+        assert step.is_resampled is expected_step.is_resampled
+        for column, values in zip(step[:-1], expected_step[:-1], strict=True):
+            np.testing.assert_allclose(column, values, atol=1e-6)
+
+
+def check_batch(
+    llm: Any, prompts: Any, *, each: Any = lambda _: {}, seed: int = 3, **options: Any
+) -> Any:
+    """Compare all steps of a batch with those of each filter; `each` has options of one."""
+    batches = list(batch_steer_sync(llm, prompts, SIZE, seed=seed, **options))
+    shared = {
+        name: value for name, value in options.items() if name not in {"constraint", "text"}
+    }
+    seeds = stream_seeds(seed, len(prompts))
+    filters = [
+        list(steer_sync(llm, prompt, SIZE, seed=seed, **shared, **each(place)))
+        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    assert len(batches) == max(map(len, filters))
+    for number, batch in enumerate(batches):
+        assert len(batch) == len(prompts)
+        for particles, states in zip(batch, filters, strict=True):
+            check_equal(particles, states[min(number, len(states) - 1)])
+    assert batches[-1].step_counts.tolist() == [len(states) for states in filters]
+    return batches[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": [END, 1]},
+        {"potential": potential, "stop": [END]},
+        {"potential": scored_potential, "bias": bias, "temperature": 1.4, "stop": [END]},
+        {"potential": potential, "resample_below": 1, "stop": [B + B, A + A]},
+        {"resample_below": 0, "bias": [0.0, 1.0, 0.0, 0.5], "stop": ()},
+    ],
+    ids=["free", "potential", "bias", "texts", "unweighted"],
+)
+def test_the_filters_of_a_batch_are_those_of_steer(llm, options):
+    batch = check_batch(llm, PROMPTS, max_tokens=8, **options)
+    if "resample_below" not in options and "potential" in options:
+        resampled = [[step.is_resampled for step in each.history] for each in batch]
+        assert len({tuple(flags) for flags in resampled}) > 1
+    counts = batch.step_counts.tolist()
+    assert (len(set(counts)) > 1) == (END in options["stop"])  # some end before the others
+
+
+def test_a_filter_with_full_contexts_ends_before_the_others(make_model, caplog):
+    llm = make_model(ScriptedEngine(VOCABULARY, max_context=7))
+    batch = check_batch(
+        llm, PROMPTS, max_tokens=6, potential=potential, resample_below=1, stop=[]
+    )
+    assert batch.step_counts.tolist() == [6, 5, 6, 6, 3]
+    unfinished = [int((~each.population.finished).sum()) for each in (batch[1], batch[4])]
+    assert min(unfinished) > 0
+    assert f"{sum(unfinished)} of 35 continuations ended before max_tokens=6" in caplog.text
+
+
+def test_a_step_of_all_filters_is_one_draw(llm, monkeypatch):
+    sizes = []
+
+    async def draw(self, *arguments, **options):
+        sizes.append(len(self))
+        return await original(self, *arguments, **options)
+
+    original = Population.draw
+    monkeypatch.setattr(Population, "draw", draw)
+    steps = len(list(batch_steer_sync(llm, PROMPTS, SIZE, max_tokens=5, stop=(), seed=0)))
+    assert sizes == [len(PROMPTS) * SIZE] * steps
+
+
+class NoTwo(Constraint):
+    """A constraint of a user: token 2 is not allowed."""
+
+    def __init__(self, count: int) -> None:
+        self.finished = torch.zeros(count, dtype=torch.bool)
+        self.log_potential = [0.0] * count
+
+    def masks(self) -> Any:
+        return [0, 1, 3], None
+
+    def advance(self, token_ids: Any) -> NoTwo:
+        assert len(token_ids) == len(self)
+        return self
+
+    def __getitem__(self, ancestors: Any) -> NoTwo:
+        return NoTwo(len(np.arange(len(self))[ancestors]))
+
+
+class Started(Language):
+    """A language whose constraints a function creates."""
+
+    def __init__(self, create: Any) -> None:
+        self.create = create
+
+    def start(self, llm: Any, size: int, **_: Any) -> Constraint:
+        return self.create(size)
+
+
+class OwnDraw(NoTwo):
+    """A constraint with another proposal."""
+
+    async def draw(self, population: Any, **options: Any) -> Any:
+        return await population.draw([0, 1, 3], **options | {"bias": bias(population)})
+
+    def __getitem__(self, ancestors: Any) -> OwnDraw:
+        return OwnDraw(len(np.arange(len(self))[ancestors]))
+
+
+def pattern(*parts: bytes) -> Automaton:
+    """The texts that begin with bytes of each part, one byte after the other, and any after."""
+    successors = np.full((len(parts) + 1, 256), -1)
+    for state, part in enumerate(parts):
+        successors[state, list(part)] = state + 1
+    successors[-1, list(A + B + C)] = len(parts)
+    return Automaton(successors, np.arange(len(parts) + 1) == len(parts))
+
+
+ALTERNATE, LATER = pattern(A + B, C, A + C), pattern(A + C, A + B + C, B + C)
+FEW = Python(lambda text: text.count(C) < 3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "languages",
+    [
+        [ALTERNATE] * 5,
+        [ALTERNATE, LATER, ALTERNATE, LATER, LATER],
+        [Started(NoTwo), ALTERNATE, Started(NoTwo), LATER, ALTERNATE],
+        [FEW, ALTERNATE, FEW, Started(OwnDraw), Started(NoTwo)],
+    ],
+    ids=["one", "two", "users", "proposals"],
+)
+def test_each_filter_has_its_language(llm, languages, temperature):
+    options: dict[str, Any] = {"max_tokens": 6, "stop": [END], "temperature": temperature}
+    batch = check_batch(
+        llm,
+        PROMPTS,
+        constraint=languages,
+        each=lambda place: {"constraint": languages[place]},
+        **options,
+        resample_below=0.9,
+    )
+    assert any(step.is_resampled for each in batch for step in each.history)
+    if len(set(map(id, languages))) == 1:
+        for particles in batch_steer_sync(
+            llm, PROMPTS, SIZE, constraint=languages[0], seed=3, resample_below=0.9, **options
+        ):
+            last = particles
+        assert last.population.tokens.tolist() == batch.population.tokens.tolist()
+
+
+def test_languages_with_another_proposal_are_drawn_from_concurrently(llm):
+    """In an event loop; a failure or cancellation leaves nothing pending."""
+    languages = [FEW, ALTERNATE, FEW, Started(OwnDraw), FEW]
+    options: dict[str, Any] = {"max_tokens": 4, "stop": [END], "constraint": languages}
+
+    async def collected(**others: Any) -> Any:
+        arguments = options | others
+        return [batch async for batch in batch_steer(llm, PROMPTS, SIZE, seed=1, **arguments)]
+
+    found = asyncio.run(collected())
+    expected = list(batch_steer_sync(llm, PROMPTS, SIZE, seed=1, **options))
+    for batch, other in zip(found, expected, strict=True):
+        assert batch.population.tokens.tolist() == other.population.tokens.tolist()
+        np.testing.assert_array_equal(batch.log_weights, other.log_weights)
+
+    def fails(text: bytes) -> bool:
+        raise LookupError(text)
+
+    with pytest.raises(LookupError):
+        asyncio.run(collected(constraint=[FEW, Python(fails), *languages[2:]]))
+    assert llm.statistics().pending == 0
+
+
+@pytest.mark.parametrize("languages", [LATER, [LATER, ALTERNATE, LATER, LATER, LATER]])
+def test_each_filter_has_the_end_of_its_prompt(llm, languages):
+    texts = [b"", A + B, A, b"", A]
+
+    def own(place: int) -> dict[str, Any]:
+        one = languages if isinstance(languages, Language) else languages[place]
+        return {"constraint": one, "text": texts[place] if one is LATER else b""}
+
+    if isinstance(languages, list):
+        texts[1] = b""
+    check_batch(
+        llm, PROMPTS, constraint=languages, text=texts, each=own, max_tokens=5, stop=[END]
+    )
+
+
+def test_a_constraint_of_all_particles_and_a_bias_for_each(llm):
+    constraint, count = OwnDraw(len(PROMPTS) * SIZE), len(PROMPTS) * SIZE
+    own = {"constraint": OwnDraw(SIZE)}
+    check_batch(
+        llm, PROMPTS, constraint=constraint, each=lambda _: own, max_tokens=4, stop=[END]
+    )
+    biases = np.random.default_rng(0).normal(size=(count, VOCABULARY))
+    languages = [FEW, ALTERNATE, FEW, LATER, Started(NoTwo)]
+    for form in (biases, torch.from_numpy(biases[:, :1]), biases[:1], 0.5):
+        *_, batch = batch_steer_sync(
+            llm,
+            PROMPTS,
+            SIZE,
+            constraint=languages,
+            bias=form,
+            max_tokens=1,
+            stop=[END],
+            seed=2,
+        )
+        for place, particles in enumerate(batch):
+            part = slice(place * SIZE, (place + 1) * SIZE)
+            *_, expected = steer_sync(
+                llm,
+                PROMPTS[place],
+                SIZE,
+                constraint=languages[place],
+                bias=form[part] if np.shape(form)[:1] == (count,) else form,
+                max_tokens=1,
+                stop=[END],
+                seed=stream_seeds(2, len(PROMPTS))[place],
+            )
+            check_equal(particles, expected)
+
+
+def test_filters_continue_those_of_an_earlier_batch_with_their_weights(llm):
+    """As `steer` continues a filter; the seed of each filter is given."""
+    options: dict[str, Any] = {"max_tokens": 3, "stop": [3], "resample_below": 0.8}
+    seeds = [5, 1, 5, 2**70, 0]
+    *_, first = batch_steer_sync(llm, PROMPTS, SIZE, potential=potential, seed=seeds, **options)
+    weights = torch.from_numpy(first.log_weights)
+    options["stop"] = [END]
+    *_, second = batch_steer_sync(
+        llm, first.population.resume(), SIZE, log_weights=weights, seed=seeds, **options
+    )
+    for place, particles in enumerate(first):
+        *_, expected = steer_sync(
+            llm,
+            first.population[place * SIZE : (place + 1) * SIZE].resume(),
+            log_weights=particles.log_weights,
+            seed=seeds[place],
+            **options,
+        )
+        check_equal(second[place], expected)
+
+
+def test_a_batch_is_a_sequence_of_particles(llm):
+    *_, batch = batch_steer_sync(
+        llm, PROMPTS, SIZE, max_tokens=6, potential=potential, stop=[END], seed=0
+    )
+    assert len(batch) == len(PROMPTS)
+    assert batch.size == SIZE
+    evidence = [particles.log_evidence for particles in batch]
+    np.testing.assert_allclose(batch.log_evidence, evidence)
+    assert batch[-1].texts == batch[4].texts == batch[3:][1].texts
+    with pytest.raises(IndexError):
+        batch[5]
+    finished = int(np.sum([each.population.finished.all() for each in batch]))
+    expected = f"5 filters of {SIZE} particles after {len(batch.steps)} steps, {finished} fin"
+    assert expected in repr(batch)
+
+
+def test_a_table_has_a_row_for_each_particle_of_each_filter(llm):
+    pytest.importorskip("pandas")
+    *_, batch = batch_steer_sync(llm, PROMPTS, SIZE, max_tokens=3, stop=(), seed=0)
+    table = batch.to_pandas()
+    assert table.index.names == ["filter", "particle"]
+    assert table.loc[2]["text"].tolist() == batch[2].texts
+    assert len(table) == len(PROMPTS) * SIZE
+
+
+def test_no_prompts_are_no_filters(llm):
+    assert list(batch_steer_sync(llm, [], 3, max_tokens=5)) == []
+    assert list(batch_steer_sync(llm, PROMPTS, 3, max_tokens=0)) == []
+
+
+def test_the_blocking_form_has_the_signature_of_batch_steer():
+    assert inspect.signature(batch_steer_sync) == inspect.signature(batch_steer)
+    assert "The blocking form of `batch_steer`" in batch_steer_sync.__doc__
+
+
+def test_arguments_that_batch_steer_cannot_use_are_refused(llm, make_model):
+    population = llm.population(PROMPTS)
+    *_, batch = batch_steer_sync(llm, PROMPTS, SIZE, max_tokens=1)
+    other = make_model(ScriptedEngine(VOCABULARY)).population(PROMPTS)
+    refused: dict[str, Any] = {
+        "size=0": (ValueError, {"size": 0}),
+        "size=None; expected an integer": (TypeError, {"size": None}),
+        "5 members for filters of 2 particles": (ValueError, {"prompts": population}),
+        "belongs to a different model": (ValueError, {"prompts": other, "size": 1}),
+        "prompt is ParticlesBatch; to continue a filter": (TypeError, {"prompts": batch}),
+        "seed has length 2 for 5 filters": (ValueError, {"seed": [1, 2]}),
+        "seed=-1": (ValueError, {"seed": [0, 0, 0, 0, -1]}),
+        "seed=1.5": (TypeError, {"seed": 1.5}),
+        "constraint has length 1 for 5": (ValueError, {"constraint": [LATER]}),
+        "constraint='a'; expected a Language": (TypeError, {"constraint": ["a"] * 5}),
+        "constraint=7; expected a Language": (TypeError, {"constraint": 7}),
+        "text has length 1 for 5": (ValueError, {"constraint": LATER, "text": [b""]}),
+        "texts of languages are bytes": (TypeError, {"constraint": LATER, "text": "a"}),
+        "text belongs to the texts of a Language": (ValueError, {"text": [b""] * 5}),
+        "a constraint of 3 members for 10 particles": (ValueError, {"constraint": NoTwo(3)}),
+        r"log_weights has shape \(10,\); expected \(5, 2\)": (
+            ValueError,
+            {"log_weights": [0.0] * 10},
+        ),
+        "end with token ids": (TypeError, {"constraint": [LATER] * 5, "stop": ["."]}),
+        "expected one number for each of 10 particles": (
+            ValueError,
+            {"potential": lambda _: [0.0] * 2},
+        ),
+    }
+    for message, (error, options) in refused.items():
+        arguments = {"prompts": PROMPTS, "size": 2, "max_tokens": 1, "stop": [END], **options}
+        with pytest.raises(error, match=message):
+            next(batch_steer_sync(llm, **arguments))

@@ -18,6 +18,7 @@ from genlm.constraints.protocol import (
     attribute_values,
 )
 from genlm.constraints.states import member_index
+from genlm.core.base.arrays import ranges
 from genlm.core.base.blocking import is_blocking
 from genlm.core.model.members import checked_array
 from genlm.core.rows.draws import DrawnTokens
@@ -94,16 +95,18 @@ class JoinedConstraint(Constraint):
         )
 
     def __getitem__(self, ancestors: Any) -> JoinedConstraint:
+        members, sizes = np.concatenate(self._members), [len(part) for part in self._parts]
+        part_of, place_of = np.empty((2, len(self)), np.int64)
+        part_of[members] = np.repeat(np.arange(len(sizes)), sizes)
+        place_of[members] = ranges(0, np.array(sizes))
         index = np.arange(len(self))[member_index(ancestors)]
-        parts, all_members = [], []
-        for part, members in self._pairs:
-            place_of = np.full(len(self), -1)
-            place_of[members] = np.arange(len(members))
-            places = place_of[index]
-            selected = np.flatnonzero(places >= 0)
-            parts.append(part[places[selected]])
-            all_members.append(selected)
-        return self._with(parts, all_members)
+        selected_parts = part_of[index]
+        counts = np.bincount(selected_parts, minlength=len(sizes))
+        by_part = np.argsort(selected_parts, kind="stable")
+        all_members = np.split(by_part, counts.cumsum()[:-1])
+        places = place_of[index]
+        pairs = zip(self._parts, all_members, strict=True)
+        return self._with([part[places[selected]] for part, selected in pairs], all_members)
 
     @property
     def _pairs(self) -> Iterable[tuple[Constraint, Integers64]]:
@@ -155,9 +158,6 @@ class JoinedConstraint(Constraint):
         order = torch.from_numpy(self._order)
         return DrawnTokens(*(torch.cat(columns)[order] for columns in zip(*draws, strict=True)))
 
-    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
+    def _prepare_advance(self, token_ids: Integers64) -> None:
         for part, members in self._pairs:
-            index = torch.from_numpy(members)
-            columns = DrawnTokens(*(column[index] for column in drawn))
-            part._prepare_advance(columns)  # noqa: SLF001 - of the same package
-        return drawn
+            part._prepare_advance(token_ids[members])  # noqa: SLF001 - of the same package

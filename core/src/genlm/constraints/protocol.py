@@ -145,7 +145,7 @@ class Constraint(ABC):
             bias=bias,
         )
         result: DrawnTokens = await population._draw(  # noqa: SLF001 - internal to genlm
-            settings, seed, then=self._prepare_advance
+            settings, seed, then=self._prepared
         )
         return result
 
@@ -186,9 +186,13 @@ class Constraint(ABC):
             )
         return masks
 
-    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
-        """Prepare `advance` for drawn tokens, and return them; not called on an event loop."""
+    def _prepared(self, drawn: DrawnTokens) -> DrawnTokens:
+        self._prepare_advance(drawn.token_ids.numpy())
         return drawn
+
+    def _prepare_advance(self, token_ids: Integers64) -> None:
+        """Prepare `advance` for drawn tokens; not called on an event loop."""
+        del token_ids
 
     def __repr__(self) -> str:
         finished = int(attribute_values(self, "finished").sum())

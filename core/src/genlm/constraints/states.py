@@ -23,7 +23,6 @@ from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
     from genlm.core.model.population import Population
-    from genlm.core.rows.draws import DrawnTokens
     from genlm.core.rows.row_masks import MasksLike, RowMasks
 
 States: TypeAlias = npt.NDArray[Any]
@@ -119,10 +118,9 @@ class StateConstraint(Immutable, Constraint):
         finished, dead = self._finished, self.states == DEAD
         return finished if finished.any() else None, dead if dead.any() else None
 
-    def _prepare_advance(self, drawn: DrawnTokens) -> DrawnTokens:
-        ids = drawn.token_ids.numpy().copy()
+    def _prepare_advance(self, token_ids: Integers64) -> None:
+        ids = token_ids.copy()
         self.prepare(ids, self._after(ids, are_drawn=True))
-        return drawn
 
     def prepare(self, token_ids: Integers64, after: StateConstraint) -> None:
         """Store the constraint after drawn tokens, with the flags that its next draw reads."""

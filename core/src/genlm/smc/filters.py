@@ -27,7 +27,8 @@ from genlm.smc.resampling import (
     LogWeights,
     effective_size,
     log_mean,
-    systematic_resampling,
+    relative_weights,
+    systematic_ancestors,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Filters:
         self._bias = bias
         self._ends = ends
         self._stop_texts = stop_texts
-        self._tails = [b""] * len(batch.population)
+        self._tails = np.full(len(batch.population), b"", object)
         self._temperature = temperature
         self._resample_below = resample_below
         self._max_tokens = max_tokens
@@ -168,9 +169,11 @@ class Filters:
         is_small = effective_size(log_weights) < self._resample_below * size
         is_resampled = self._running & is_small
         ancestors = np.tile(np.arange(size), (len(log_weights), 1))
-        for place in np.flatnonzero(is_resampled).tolist():
-            uniform = self._random[place].random()
-            ancestors[place] = systematic_resampling(log_weights[place], uniform)
+        places = np.flatnonzero(is_resampled)
+        if places.size:
+            uniforms = [self._random[place].random() for place in places.tolist()]
+            weights, _ = relative_weights(log_weights[places])
+            ancestors[places] = systematic_ancestors(weights, np.array(uniforms), size)
         return ancestors, is_resampled
 
     def _of_members(self, values: Flags) -> Flags:
@@ -214,7 +217,7 @@ class Filters:
     def _select(self, ancestors: Integers64) -> None:
         """Continue with the ancestors of resampled particles."""
         self._log_potential = self._log_potential[ancestors]
-        self._tails = [self._tails[ancestor] for ancestor in ancestors]
+        self._tails = self._tails[ancestors]
         if self._constraint is not None:
             selected = self._constraint[ancestors]
             self._constraint = _checked_constraint(selected, self._constraint, "indexing")

@@ -100,15 +100,33 @@ def systematic_resampling(
         raise ValueError(f"uniform={uniform!r}; expected a number from 0 to below 1")
     weights = _normalise(log_weights)
     count = len(weights) if size is None else checked_integer("size", size, 0)
-    cumulative = np.cumsum(weights)
-    points = (uniform + np.arange(count)) / max(count, 1)
-    indices = np.searchsorted(cumulative / cumulative[-1], points, side="right")
-    # The last point may be rounded to 1, above all cumulative weights.
-    last = int(np.flatnonzero(weights)[-1])
-    ancestors: npt.NDArray[np.int64] = np.minimum(indices, last).astype(np.int64)
+    ancestors = systematic_ancestors(weights[None], np.array([uniform]), count).reshape(-1)
     if isinstance(log_weights, torch.Tensor):
         return torch.from_numpy(ancestors).to(log_weights.device)
     return ancestors
+
+
+def systematic_ancestors(weights: Floats, uniforms: Floats, size: int) -> npt.NDArray[np.int64]:
+    """Choose ancestors as `systematic_resampling` in each of several filters.
+
+    Args:
+        weights: Weights of the particles, not all 0, up to a factor, shape
+            `(filters, particles)`.
+        uniforms: A random number for each filter, shape `(filters,)`.
+        size: Number of ancestors in each filter.
+
+    Returns:
+        Shape `(filters, size)`, int64, ascending in each filter.
+    """
+    cumulative = np.cumsum(weights, axis=1)
+    cumulative /= cumulative[:, -1:]
+    # The points (uniform + k) / size below the cumulative weight of each particle.
+    counts = np.ceil(size * cumulative - uniforms[:, None]).astype(np.int64)
+    counts = np.where(cumulative == 1, size, np.maximum(counts, 0))
+    children = np.diff(counts, axis=1, prepend=0)
+    particles = np.tile(np.arange(weights.shape[1]), len(weights))
+    ancestors: npt.NDArray[np.int64] = np.repeat(particles, children.ravel())
+    return ancestors.reshape(len(weights), size)
 
 
 @overload
@@ -163,7 +181,7 @@ def resampled(
 
 def log_mean(log_weights: Floats) -> Floats:
     """Return the log of the mean weight over the last axis, exact for equal weights."""
-    weights, largest = _relative_weights(log_weights)
+    weights, largest = relative_weights(log_weights)
     with np.errstate(divide="ignore"):  # of log 0
         mean: Floats = np.log(weights.mean(axis=-1)) + largest
     return mean
@@ -171,13 +189,13 @@ def log_mean(log_weights: Floats) -> Floats:
 
 def effective_size(log_weights: Floats) -> Floats:
     """Return the effective sample size over the last axis; 0 if all weights are 0."""
-    weights, _ = _relative_weights(log_weights)
+    weights, _ = relative_weights(log_weights)
     squares = np.square(weights).sum(axis=-1)
     size: Floats = np.square(weights.sum(axis=-1)) / np.where(squares > 0, squares, 1)
     return size
 
 
-def _relative_weights(log_weights: Floats) -> tuple[Floats, Floats]:
+def relative_weights(log_weights: Floats) -> tuple[Floats, Floats]:
     """Return weights relative to the largest of the last axis, and its logarithm or 0."""
     largest = log_weights.max(axis=-1)
     largest = np.where(largest == -np.inf, 0.0, largest)

@@ -17,7 +17,14 @@ import torch
 
 import genlm
 from genlm.constraints import Automaton
-from genlm.smc import Particles, resampled, steer, steer_sync
+from genlm.smc import (
+    Particles,
+    batch_steer,
+    batch_steer_sync,
+    resampled,
+    steer,
+    steer_sync,
+)
 from genlm.testing import EngineTarget
 
 
@@ -73,6 +80,11 @@ async def steers_particles(llm: genlm.AsyncLM, judge: genlm.Population) -> None:
         assert_type(await anext(tokens), genlm.DrawnToken)
     assert_type(list(steer_sync(llm, [1], 3, max_tokens=2, bias=rows)), list[Particles])
     steer_sync(llm, [1], 3, max_tokens=2, resample=0.3)  # type: ignore[call-arg]
+    languages = [Automaton.regex("a"), Automaton.regex("b")]
+    async for batch in batch_steer(llm, [[1], [2]], 3, max_tokens=2, constraint=languages):
+        assert_type(batch[0], Particles)
+        assert_type(batch[1:], list[Particles])
+    batch_steer_sync(llm, judge, 3, max_tokens=2, seed=[1, 2], potential=lambda _: [0.0])
     ancestors, log_weights = resampled(torch.zeros(3), 0.5)
     assert_type(log_weights, torch.Tensor)
     judge = judge[ancestors]

@@ -161,6 +161,24 @@ def test_constrained_draws_have_the_models_probabilities_of_the_grammar(llm, pro
     assert distance < 0.15 * evidence.mean()
 
 
+def test_answers_have_their_probabilities_given_the_format(llm, probability_of):
+    answers = program("answers").answers
+    formats = {
+        "The value": [" is a", " is an", " was a", " was the"],
+        "If the file": [" is", " does", " was"],
+        "The list": [" is a", " has no"],
+    }
+    patterns = {prompt: "|".join(texts) for prompt, texts in formats.items()}
+    found = answers(llm, patterns, 1000, seed=4)
+    for particles, (prompt, texts) in zip(found, formats.items(), strict=True):
+        prompt_ids = tuple(llm.encode(prompt))
+        exact = np.array([probability_of(prompt_ids, text.encode()) for text in texts])
+        weights = [particles.text_weights.get(text, 0.0) for text in texts]
+        assert sum(weights) == pytest.approx(1)
+        np.testing.assert_allclose(weights, exact / exact.sum(), atol=0.06)
+        assert particles.log_evidence == pytest.approx(math.log(exact.sum()), abs=0.1)
+
+
 def test_scores_are_those_of_unbatched_passes(llm, row):
     score = program("score")
 
@@ -179,7 +197,7 @@ def test_scores_are_those_of_unbatched_passes(llm, row):
     )
 
 
-@pytest.mark.parametrize("name", ["grammar", "next_byte", "score"])
+@pytest.mark.parametrize("name", ["answers", "grammar", "next_byte", "score"])
 def test_the_examples_are_short_and_run_by_the_name_of_an_engine(capsys, monkeypatch, name):
     path = EXAMPLES / f"{name}.py"
     for engine in ("hf", "reference"):

@@ -89,6 +89,16 @@ def test_texts_are_those_after_the_prompt(states):
         assert text == text_of(context.token_ids[2:]).decode()
 
 
+def test_weights_of_equal_texts_are_added(states):
+    particles = next(state for state in states if len(set(state.texts)) < SIZE)
+    weights = particles.text_weights
+    assert list(weights.values()) == sorted(weights.values(), reverse=True)
+    assert set(weights) == set(particles.texts)
+    for text, weight in weights.items():
+        places = [place for place, other in enumerate(particles.texts) if other == text]
+        assert weight == pytest.approx(particles.weights[places].sum())
+
+
 def test_tables_have_a_row_for_each_particle_and_each_step(states):
     pytest.importorskip("pandas")
     last = states[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -236,6 +237,14 @@ class Particles:
         """Texts of the particles after the prompt, without special tokens."""
         return self.llm.batch_decode(self.history.token_ids)
 
+    @property
+    def text_weights(self) -> dict[str, float]:
+        """Sum of the normalised weights of the particles with each text, the largest first."""
+        sums: dict[str, float] = {}
+        for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
+            sums[text] = sums.get(text, 0.0) + weight
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle.
 
@@ -286,15 +295,12 @@ class Particles:
         )
 
     def __str__(self) -> str:
-        shares: dict[str, list[float]] = {}
-        for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
-            shares.setdefault(text, []).append(weight)
-        heaviest = sorted(shares.items(), key=lambda item: -sum(item[1]))
+        counts, weights = Counter(self.texts), self.text_weights
         lines = [self._summary(), "weight  particles  text"]
-        for text, weights in heaviest[:_MAX_PRINTED]:
-            lines.append(f"{sum(weights):6.4f}  {len(weights):9}  {_truncate(text)!r}")
-        if len(heaviest) > _MAX_PRINTED:
-            lines.append(f"... {len(heaviest) - _MAX_PRINTED} more texts")
+        for text, weight in list(weights.items())[:_MAX_PRINTED]:
+            lines.append(f"{weight:6.4f}  {counts[text]:9}  {_truncate(text)!r}")
+        if len(weights) > _MAX_PRINTED:
+            lines.append(f"... {len(weights) - _MAX_PRINTED} more texts")
         return "\n".join(lines)
 
 

@@ -66,6 +66,22 @@ def test_continuation_i_is_drawn_from_the_rows_with_stream_i(
     assert drawn == batch_sample(llm, prompts, 8, stop=(), temperature=temperature, seed=11)
 
 
+def test_each_continuation_may_have_its_seed(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    prompts, seeds = [[1, 2], [3], [1, 2], [1, 2]], [5, 2**70, 5, 0]
+    expected = [
+        asyncio.run(llm.sample(prompt, 10, seed=seed))
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    assert batch_sample(llm, prompts, 10, seed=seeds) == expected
+    assert batch_sample(llm, prompts, 10, seed=np.array([5, 1, 5, 0]))[2] == expected[0]
+    assert expected[0] != expected[3]
+    with pytest.raises(ValueError, match="3 seeds for 4 contexts; pass one for each"):
+        batch_sample(llm, prompts, 10, seed=[1, 2, 3])
+    with pytest.raises(ValueError, match="seed=-1"):
+        batch_sample(llm, prompts, 10, seed=[1, 2, 3, -1])
+
+
 def test_a_draw_does_not_depend_on_what_else_is_asked(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE), max_batch_size=2)
     alone = asyncio.run(llm.sample([1, 2], 10, seed=5))

@@ -113,6 +113,27 @@ def test_a_filter_with_full_contexts_ends_before_the_others(make_model, caplog):
     assert f"{sum(unfinished)} of 35 continuations ended before max_tokens=6" in caplog.text
 
 
+class Cooling:
+    """A potential that changes at each step, also that of finished particles."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, population: Any) -> Any:
+        self.calls += 1
+        return potential(population) * (1 + self.calls)
+
+
+def test_a_filter_that_has_ended_keeps_its_weights(llm):
+    seeds = stream_seeds(3, len(PROMPTS))
+    options: dict[str, Any] = {"max_tokens": 8, "stop": [END, 1]}
+    *_, batch = batch_steer_sync(llm, PROMPTS, SIZE, potential=Cooling(), seed=3, **options)
+    assert len(set(batch.step_counts.tolist())) > 1
+    for particles, prompt, seed in zip(batch, PROMPTS, seeds, strict=True):
+        *_, expected = steer_sync(llm, prompt, SIZE, potential=Cooling(), seed=seed, **options)
+        check_equal(particles, expected)
+
+
 def test_a_step_of_all_filters_is_one_draw(llm, monkeypatch):
     sizes = []
 
@@ -345,7 +366,7 @@ def test_arguments_that_batch_steer_cannot_use_are_refused(llm, make_model):
         "5 members for filters of 2 particles": (ValueError, {"prompts": population}),
         "belongs to a different model": (ValueError, {"prompts": other, "size": 1}),
         "prompt is ParticlesBatch; to continue a filter": (TypeError, {"prompts": batch}),
-        "seed has length 2 for 5 filters": (ValueError, {"seed": [1, 2]}),
+        "2 seeds for 5 filters": (ValueError, {"seed": [1, 2]}),
         "seed=-1": (ValueError, {"seed": [0, 0, 0, 0, -1]}),
         "seed=1.5": (TypeError, {"seed": 1.5}),
         "constraint has length 1 for 5": (ValueError, {"constraint": [LATER]}),

@@ -129,7 +129,7 @@ class Filters:
         # A copy: tensors that are kept divide the memory in which steps allocate rows.
         token_ids = drawn.token_ids.numpy().copy()
         gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
-        log_weights = batch.log_weights.ravel() + np.where(active, gain.double().numpy(), 0.0)
+        log_weights = batch.log_weights.ravel() + gain.double().numpy()
         population = population.extend(token_ids)
         is_over = np.isin(token_ids, self._ends)
         if self._stop_texts:

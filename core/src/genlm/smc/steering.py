@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,9 @@ from genlm.core.base.validation import (
     checked_integer,
     checked_number,
     checked_stop,
-    is_sequence_like,
 )
 from genlm.core.model.population import Population
-from genlm.core.rows.sampling import checked_seed, stream_seeds
+from genlm.core.rows.sampling import batch_seeds, checked_seed
 from genlm.smc.filters import Filters, checked_logs
 from genlm.smc.particles import Particles, ParticlesBatch
 
@@ -196,11 +195,6 @@ async def batch_steer(
                 f"for each particle of each filter"
             )
         log_weights = array.reshape(-1)
-    if is_sequence_like(seed):
-        each = _for_each("seed", cast("Sequence[int]", seed), count)
-        seeds = [checked_seed(value) for value in each]
-    else:
-        seeds = stream_seeds(cast("int | None", seed), count)
     filters = await _filters(
         llm,
         population,
@@ -214,7 +208,7 @@ async def batch_steer(
         stop=stop,
         temperature=temperature,
         resample_below=resample_below,
-        seeds=seeds,
+        seeds=batch_seeds(seed, count, "filters"),
     )
     async with contextlib.aclosing(filters.run(progress=progress)) as batches:
         async for batch in batches:

@@ -38,7 +38,7 @@ from genlm.core.rows.reductions import (
 )
 from genlm.core.rows.row_functions import ReductionOfFunction, RowFunction, is_row_function
 from genlm.core.rows.row_weights import checked_biases
-from genlm.core.rows.sampling import checked_seed, seed_word, stream_seeds, stream_uniform
+from genlm.core.rows.sampling import batch_seeds, checked_seed, seed_word, stream_uniform
 from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Vocabulary
 
@@ -345,7 +345,7 @@ class ReductionMethods:
         mask_list = [None] * count if masks is None else self._mask_list(masks, count)
         allowed = map_batch(lambda mask: None if mask is None else self._mask(mask), mask_list)
         biases = checked_biases(bias, count, self.vocabulary.size)
-        uniforms = map(_uniform, contexts, _seeds(seed, count))
+        uniforms = map(_uniform, contexts, batch_seeds(seed, count))
         draws = [
             _draw(uniform, mask, settings, token_bias)
             for uniform, mask, token_bias in zip(uniforms, allowed, biases, strict=True)
@@ -413,15 +413,6 @@ def _uniform(context: TokenIds, seed: int | None) -> float:
     # An object without a length is rejected later, with the request.
     length = len(context) if is_sequence_like(context) else 0
     return stream_uniform(seed_word(checked_seed(seed)), length)
-
-
-def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int]:
-    """Return the seed of each context."""
-    if not is_sequence_like(seed):
-        return stream_seeds(cast("int | None", seed), count)
-    seeds = list(cast("Sequence[int]", seed))
-    _check_count("seeds", seeds, count)
-    return seeds
 
 
 def _check_count(argument: str, values: Sequence[object], count: int) -> None:

@@ -22,6 +22,7 @@ from genlm.core.base.validation import (
     checked_integer,
     checked_number,
     checked_stop,
+    is_sequence_like,
 )
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.context import TokenBatch, TokenIds
@@ -31,7 +32,7 @@ from genlm.core.queries.query import GroupQuery, Query
 from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.reductions import Draw, DrawnToken
 from genlm.core.rows.row_weights import RowWeights
-from genlm.core.rows.sampling import stream_seeds, stream_uniform
+from genlm.core.rows.sampling import batch_seeds, stream_seeds, stream_uniform
 from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Vocabulary
 from genlm.core.vocab.text import search_stop
@@ -105,7 +106,7 @@ class SampleMethods:
         """
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         query, _ = self._requests.build_query(prompt, lora_name)
-        [drawn] = await self._sample([query], options, seed)
+        [drawn] = await self._sample([query], options, stream_seeds(seed, 1))
         return drawn
 
     sample_sync = blocking(sample)
@@ -120,21 +121,25 @@ class SampleMethods:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
         """Draw the continuations of several prompts concurrently; see `sample`.
 
         `Population.sample` also returns their log-probabilities. Every continuation has a
         separate random stream: continuations of equal prompts are independent, and continuation
-        i does not depend on the number of prompts.
+        i does not depend on the number of prompts. In place of one seed, `seed` may be a
+        sequence with the seed of each continuation, which is then that of `sample` with it.
         """
         prompts = list(checked_batch(prompts))
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)
         queries = map_batch(
             lambda prompt: self._requests.build_query(prompt, lora_name)[0], prompts
         )
-        return await self._sample(queries, options, seed, is_batch=True)
+        seeds = batch_seeds(seed, len(queries))
+        if is_sequence_like(seed):
+            seeds = [stream_seeds(each, 1)[0] for each in seeds]
+        return await self._sample(queries, options, seeds, is_batch=True)
 
     batch_sample_sync = blocking(batch_sample)
 
@@ -208,12 +213,11 @@ class SampleMethods:
         self,
         queries: Sequence[Query],
         options: SampleOptions,
-        seed: int | None,
+        seeds: Sequence[int],
         *,
         is_batch: bool = False,
     ) -> list[list[int]]:
         """Draw the continuations of checked prompts."""
-        seeds = np.array(stream_seeds(seed, len(queries)), np.int64)
         limits = self._limits(queries, options.max_tokens)
         continuations: list[list[int]] = [[] for _ in queries]
         places_by_adapter: dict[str | None, list[int]] = {}
@@ -227,7 +231,10 @@ class SampleMethods:
         ]
         group_queries = [
             self._group_query(
-                [queries[i] for i in places], options, limits[places], seeds[places]
+                [queries[i] for i in places],
+                options,
+                limits[places],
+                np.array(seeds, np.int64)[places],
             )
             for places in groups
         ]

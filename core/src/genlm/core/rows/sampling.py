@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,23 @@ def stream_seeds(seed: int | None, count: int) -> list[int]:
         TypeError: `seed` is not an integer.
     """
     seeds: list[int] = member_seeds(checked_seed(seed), np.arange(count)).tolist()
+    return seeds
+
+
+def batch_seeds(
+    seed: int | Sequence[int] | None, count: int, kind: str = "contexts"
+) -> Sequence[int]:
+    """Return the seeds of a batch, from one seed or one for each element.
+
+    Raises:
+        ValueError: There is not one seed for each element, or as `stream_seeds`.
+        TypeError: As `stream_seeds`.
+    """
+    if not is_sequence_like(seed):
+        return stream_seeds(cast("int | None", seed), count)
+    seeds = [checked_seed(value) for value in cast("Sequence[int]", seed)]
+    if len(seeds) != count:
+        raise ValueError(f"{len(seeds)} seeds for {count} {kind}; pass one for each")
     return seeds
 
 

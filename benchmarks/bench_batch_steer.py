@@ -121,7 +121,7 @@ def main() -> None:
     found, clock = {}, CLOCKS[options.clock]
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), VOCAB_SIZE, tiny=options.tiny)
-        with genlm.load_model(name, options.engine) as llm:
+        with genlm.load_model(name, options.engine, output_cache=genlm.OutputCache(0)) as llm:
             for case in options.cases:
                 count, size = map(int, case.split("/"))
                 for form in options.forms:

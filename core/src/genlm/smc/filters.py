@@ -25,9 +25,7 @@ from genlm.smc.particles import BatchStep, ParticlesBatch
 from genlm.smc.resampling import (
     Floats,
     LogWeights,
-    effective_size,
-    log_mean,
-    relative_weights,
+    RelativeWeights,
     systematic_ancestors,
 )
 
@@ -78,7 +76,8 @@ class Filters:
         self._constraint = constraint
         self._potential = potential
         self._bias = bias
-        self._ends = ends
+        self._is_end = np.zeros(batch.llm.vocab_size + 1, bool)  # the last for -1, no token
+        self._is_end[ends] = True
         self._stop_texts = stop_texts
         self._tails = np.full(len(batch.population), b"", object)
         self._temperature = temperature
@@ -95,6 +94,8 @@ class Filters:
             # Skips the numbers with which an earlier filter resampled these particles.
             random.random(batch.population._step)  # noqa: SLF001 - internal to genlm
         self._log_potential = np.zeros(len(batch.population))
+        self._in_order = np.tile(np.arange(batch.size), (len(batch), 1))
+        self._in_order.setflags(write=False)  # of all steps without resampling
         has_own_proposal = constraint is not None and constraint._has_own_proposal  # noqa: SLF001
         self._gains_are_masses = temperature == 1 and bias is None and not has_own_proposal
 
@@ -131,7 +132,7 @@ class Filters:
         gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
         log_weights = batch.log_weights.ravel() + gain.double().numpy()
         population = population.extend(token_ids)
-        is_over = np.isin(token_ids, self._ends)
+        is_over = self._is_end[token_ids]
         if self._stop_texts:
             is_over |= self._completes_stop_text(token_ids)
         if self._constraint is not None:
@@ -146,35 +147,38 @@ class Filters:
         )
         step_counts = batch.step_counts + self._running
         self._running &= ~finished.all(axis=1) & (step_counts < self._limits)
-        ancestors, is_resampled = self._ancestors(log_weights)
-        step = BatchStep(token_ids, log_weights, finished, ancestors, is_resampled)
+        weights = RelativeWeights.of(log_weights)
+        is_resampled = self._running & (weights.effective_size < self._resample_below * size)
+        ancestors, next_log_weights = self._in_order, log_weights
         if is_resampled.any():
+            ancestors = self._ancestors(weights.values, is_resampled)
             members = (ancestors + np.arange(0, len(population), size)[:, None]).ravel()
             population = population[members]
-            log_weights = np.where(
-                is_resampled[:, None], log_mean(log_weights)[:, None], log_weights
-            )
             self._select(members)
-        steps = (*batch.steps, step)
-        return ParticlesBatch(population, log_weights, steps, step_counts, batch.llm)
+            means = weights.log_mean[:, None]
+            next_log_weights = np.where(is_resampled[:, None], means, log_weights)
+        step = BatchStep(token_ids, log_weights, finished, ancestors, is_resampled)
+        return ParticlesBatch(
+            population, next_log_weights, (*batch.steps, step), step_counts, batch.llm
+        )
 
-    def _ancestors(self, log_weights: Floats) -> tuple[Integers64, Flags]:
-        """Choose ancestors in the filters that go on with a small effective sample size.
+    def _ancestors(self, weights: Floats, is_resampled: Flags) -> Integers64:
+        """Choose ancestors in some filters.
+
+        Args:
+            weights: Weights of the particles, shape `(filters, size)`.
+            is_resampled: Whether to choose ancestors in each filter, shape `(filters,)`.
 
         Returns:
-            Index of each particle's ancestor in its filter, shape `(filters, size)`, and
-            whether each filter is resampled, shape `(filters,)`.
+            Index of each particle's ancestor in its filter, shape `(filters, size)`.
         """
-        size = log_weights.shape[1]
-        is_small = effective_size(log_weights) < self._resample_below * size
-        is_resampled = self._running & is_small
-        ancestors = np.tile(np.arange(size), (len(log_weights), 1))
-        places = np.flatnonzero(is_resampled)
-        if places.size:
-            uniforms = [self._random[place].random() for place in places.tolist()]
-            weights, _ = relative_weights(log_weights[places])
-            ancestors[places] = systematic_ancestors(weights, np.array(uniforms), size)
-        return ancestors, is_resampled
+        places = is_resampled.nonzero()[0]
+        uniforms = [self._random[place].random() for place in places.tolist()]
+        ancestors = self._in_order.copy()
+        ancestors[places] = systematic_ancestors(
+            weights[places], np.array(uniforms), weights.shape[1]
+        )
+        return ancestors
 
     def _of_members(self, values: Flags) -> Flags:
         """Return flags of filters for each of their members."""
@@ -277,7 +281,7 @@ def checked_logs(values: LogWeights, live: Flags, name: str = "the potential") -
 def _show(bar: Any, batch: ParticlesBatch) -> None:
     """Advance a progress bar, unless it is hidden."""
     if not bar.disable:
-        effective = float(effective_size(batch.steps[-1].log_weights).mean())
+        effective = RelativeWeights.of(batch.steps[-1].log_weights).effective_size.mean()
         finished = int(batch.population.finished.sum())
         bar.set_postfix_str(f"effective {effective:.1f}, finished {finished}", refresh=False)
         bar.update()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.error_handling import import_required
-from genlm.smc.resampling import Floats, effective_size, log_mean, normalised_weights
+from genlm.smc.resampling import Floats, RelativeWeights, normalised_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,12 +49,12 @@ class Step(NamedTuple):
     @property
     def log_evidence(self) -> float:
         """Log of the mean weight."""
-        return float(log_mean(self.log_weights))
+        return float(RelativeWeights.of(self.log_weights).log_mean)
 
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size before resampling; 0 if all weights are 0."""
-        return float(effective_size(self.log_weights))
+        return float(RelativeWeights.of(self.log_weights).effective_size)
 
 
 class BatchStep(NamedTuple):
@@ -218,7 +218,7 @@ class Particles:
         With a constraint and no potential, the evidence is the probability that a sample of the
         unconstrained model satisfies the constraint for the same number of tokens.
         """
-        return float(log_mean(self.log_weights))
+        return float(RelativeWeights.of(self.log_weights).log_mean)
 
     @property
     def weights(self) -> Floats:
@@ -230,7 +230,7 @@ class Particles:
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size; 0 if all weights are 0."""
-        return float(effective_size(self.log_weights))
+        return float(RelativeWeights.of(self.log_weights).effective_size)
 
     @property
     def texts(self) -> list[str]:
@@ -331,7 +331,7 @@ class ParticlesBatch(Sequence[Particles]):
     @property
     def log_evidence(self) -> Floats:
         """`Particles.log_evidence` of each filter, shape `(filters,)`, float64."""
-        return log_mean(self.log_weights)
+        return RelativeWeights.of(self.log_weights).log_mean
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each particle of each filter.

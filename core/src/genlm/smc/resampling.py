@@ -10,7 +10,7 @@ Reference: Chopin and Papaspiliopoulos, An Introduction to Sequential Monte Carl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, overload
+from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -118,15 +118,15 @@ def systematic_ancestors(weights: Floats, uniforms: Floats, size: int) -> npt.ND
     Returns:
         Shape `(filters, size)`, int64, ascending in each filter.
     """
-    cumulative = np.cumsum(weights, axis=1)
+    cumulative = weights.cumsum(axis=1)
     cumulative /= cumulative[:, -1:]
-    # The points (uniform + k) / size below the cumulative weight of each particle.
-    counts = np.ceil(size * cumulative - uniforms[:, None]).astype(np.int64)
-    counts = np.where(cumulative == 1, size, np.maximum(counts, 0))
-    children = np.diff(counts, axis=1, prepend=0)
-    particles = np.tile(np.arange(weights.shape[1]), len(weights))
-    ancestors: npt.NDArray[np.int64] = np.repeat(particles, children.ravel())
-    return ancestors.reshape(len(weights), size)
+    # Number of points (uniform + k) / size below the cumulative weight of each particle.
+    points = np.maximum(np.ceil(size * cumulative - uniforms[:, None]), 0)
+    children = np.where(cumulative == 1, size, points).astype(np.int64)
+    children[:, 1:] -= children[:, :-1].copy()
+    members = np.arange(weights.size).repeat(children.ravel())
+    ancestors: npt.NDArray[np.int64] = members.reshape(len(weights), size) % weights.shape[1]
+    return ancestors
 
 
 @overload
@@ -172,34 +172,44 @@ def resampled(
         ancestors, new_logs = np.arange(size), logs
     else:
         ancestors = systematic_resampling(logs, uniform)
-        new_logs = np.full(size, log_mean(logs))
+        new_logs = np.full(size, RelativeWeights.of(logs).log_mean)
     if isinstance(log_weights, torch.Tensor):
         device = log_weights.device
         return torch.from_numpy(ancestors).to(device), _as_tensor(new_logs, log_weights)
     return ancestors, new_logs
 
 
-def log_mean(log_weights: Floats) -> Floats:
-    """Return the log of the mean weight over the last axis, exact for equal weights."""
-    weights, largest = relative_weights(log_weights)
-    with np.errstate(divide="ignore"):  # of log 0
-        mean: Floats = np.log(weights.mean(axis=-1)) + largest
-    return mean
+class RelativeWeights(NamedTuple):
+    """Weights of the particles of one or several filters, relative to the largest of a filter.
 
+    Attributes:
+        values: Weights divided by the largest one, all 0 if it is 0, shape `(..., n)`.
+        log_largest: Log of the largest weight, 0 if it is 0, shape `(...)`.
+    """
 
-def effective_size(log_weights: Floats) -> Floats:
-    """Return the effective sample size over the last axis; 0 if all weights are 0."""
-    weights, _ = relative_weights(log_weights)
-    squares = np.square(weights).sum(axis=-1)
-    size: Floats = np.square(weights.sum(axis=-1)) / np.where(squares > 0, squares, 1)
-    return size
+    values: Floats
+    log_largest: Floats
 
+    @classmethod
+    def of(cls, log_weights: Floats) -> RelativeWeights:
+        """Return the weights with these logarithms, shape `(..., n)`."""
+        largest = log_weights.max(axis=-1)
+        largest = np.where(largest == -np.inf, 0.0, largest)
+        return cls(np.exp(log_weights - largest[..., None]), largest)
 
-def relative_weights(log_weights: Floats) -> tuple[Floats, Floats]:
-    """Return weights relative to the largest of the last axis, and its logarithm or 0."""
-    largest = log_weights.max(axis=-1)
-    largest = np.where(largest == -np.inf, 0.0, largest)
-    return np.exp(log_weights - largest[..., None]), largest
+    @property
+    def log_mean(self) -> Floats:
+        """Log of the mean weight, exact for equal weights, shape `(...)`."""
+        with np.errstate(divide="ignore"):  # of log 0
+            log_mean: Floats = np.log(self.values.mean(axis=-1)) + self.log_largest
+        return log_mean
+
+    @property
+    def effective_size(self) -> Floats:
+        """Effective sample size, 0 if all weights are 0, shape `(...)`."""
+        squares = np.square(self.values).sum(axis=-1)
+        size: Floats = np.square(self.values.sum(axis=-1)) / np.where(squares > 0, squares, 1)
+        return size
 
 
 def float64_array(values: LogWeights) -> Floats:

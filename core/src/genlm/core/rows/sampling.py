@@ -56,12 +56,12 @@ def checked_seeds(seed: Any, count: int) -> int | Integers64:
         raise ValueError(
             f"seeds of shape {seeds.shape} for {count} members; pass one seed, or one for each"
         )
-    if count and not 0 <= seeds.min() <= seeds.max() < 2**63:
+    if count and not 0 <= np.minimum.reduce(seeds) <= np.maximum.reduce(seeds) < 2**63:
         raise ValueError(
             f"seeds from {seeds.min()} to {seeds.max()}; expected 0 to 2**63 - 1, such as the "
             f"result of stream_seeds"
         )
-    return seeds.astype(np.int64)
+    return seeds.astype(np.int64)  # the array may change before the draw
 
 
 def member_seeds(seed: int | Integers64, members: npt.NDArray[np.integer]) -> _Words:

@@ -194,7 +194,8 @@ def pattern(*parts: bytes) -> Automaton:
     return Automaton(successors, np.arange(len(parts) + 1) == len(parts))
 
 
-ALTERNATE, LATER = pattern(A + B, C, A + C), pattern(A + C, A + B + C, B + C)
+LATER_PARTS = A + C, A + B + C, B + C
+ALTERNATE, LATER = pattern(A + B, C, A + C), pattern(*LATER_PARTS)
 FEW = Python(lambda text: text.count(C) < 3)
 
 
@@ -228,8 +229,22 @@ def test_each_filter_has_its_language(llm, languages, temperature):
         assert last.population.tokens.tolist() == batch.population.tokens.tolist()
 
 
+class Slow(NoTwo):
+    """A constraint whose draws do not end."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.was_cancelled = False
+
+    async def draw(self, population: Any, **options: Any) -> Any:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self.was_cancelled = True
+
+
 def test_languages_with_another_proposal_are_drawn_from_concurrently(llm):
-    """In an event loop; a failure or cancellation leaves nothing pending."""
+    """In an event loop; a failure cancels the draws of the other languages."""
     languages = [FEW, ALTERNATE, FEW, Started(OwnDraw), FEW]
     options: dict[str, Any] = {"max_tokens": 4, "stop": [END], "constraint": languages}
 
@@ -246,8 +261,17 @@ def test_languages_with_another_proposal_are_drawn_from_concurrently(llm):
     def fails(text: bytes) -> bool:
         raise LookupError(text)
 
-    with pytest.raises(LookupError):
-        asyncio.run(collected(constraint=[FEW, Python(fails), *languages[2:]]))
+    slow = Slow(SIZE)
+
+    async def failed() -> bool:
+        with pytest.raises(LookupError):
+            await collected(
+                constraint=[FEW, Python(fails), Started(lambda _: slow), *languages[3:]]
+            )
+        await asyncio.sleep(0)
+        return slow.was_cancelled
+
+    assert asyncio.run(failed())
     assert llm.statistics().pending == 0
 
 
@@ -261,9 +285,15 @@ def test_each_filter_has_the_end_of_its_prompt(llm, languages):
 
     if isinstance(languages, list):
         texts[1] = b""
-    check_batch(
+    batch = check_batch(
         llm, PROMPTS, constraint=languages, text=texts, each=own, max_tokens=5, stop=[END]
     )
+    for place, particles in enumerate(batch):
+        if own(place)["constraint"] is LATER:
+            parts = LATER_PARTS[len(texts[place]) :]
+            for token_ids in particles.history.token_ids.tolist():
+                for token_id, part in zip(token_ids, parts, strict=False):
+                    assert token_id in part
 
 
 def test_a_constraint_of_all_particles_and_a_bias_for_each(llm):
@@ -329,7 +359,9 @@ def test_a_batch_is_a_sequence_of_particles(llm):
     assert batch.size == SIZE
     evidence = [particles.log_evidence for particles in batch]
     np.testing.assert_allclose(batch.log_evidence, evidence)
-    assert batch[-1].texts == batch[4].texts == batch[3:][1].texts
+    for particles in (batch[-1], batch[3:][1]):
+        check_equal(particles, batch[4])
+    assert batch[4].population.tokens.tolist() == batch.population[-SIZE:].tokens.tolist()
     with pytest.raises(IndexError):
         batch[5]
     finished = int(np.sum([each.population.finished.all() for each in batch]))

@@ -121,7 +121,7 @@ def systematic_ancestors(weights: Floats, uniforms: Floats, size: int) -> npt.ND
     cumulative = weights.cumsum(axis=1)
     cumulative /= cumulative[:, -1:]
     # Number of points (uniform + k) / size below the cumulative weight of each particle.
-    points = np.maximum(np.ceil(size * cumulative - uniforms[:, None]), 0)
+    points = np.ceil(size * cumulative - uniforms[:, None])
     children = np.where(cumulative == 1, size, points).astype(np.int64)
     children[:, 1:] -= children[:, :-1].copy()
     members = np.arange(weights.size).repeat(children.ravel())

@@ -91,6 +91,8 @@ def test_a_constraint_is_indexed_by_arrays(llm, language, index):
 
 def test_a_population_of_another_size_is_refused(llm, language):
     constraint = language.start(llm, 2)
+    with pytest.raises(TypeError, match=r"population=\[1, 2\]; expected a Population"):
+        constraint.draw_sync([1, 2])
     with pytest.raises(ValueError, match="a constraint of 2 members for a population of 3"):
         constraint.draw_sync(llm.population(PROMPT, 3))
 

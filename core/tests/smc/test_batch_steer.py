@@ -394,6 +394,7 @@ def test_arguments_that_batch_steer_cannot_use_are_refused(llm, make_model):
     other = make_model(ScriptedEngine(VOCABULARY)).population(PROMPTS)
     refused: dict[str, Any] = {
         "size=0": (ValueError, {"size": 0}),
+        r"pass \[ids\], or call `steer` for one prompt": (TypeError, {"prompts": [1, 2]}),
         "size=None; expected an integer": (TypeError, {"size": None}),
         "5 members for filters of 2 particles": (ValueError, {"prompts": population}),
         "belongs to a different model": (ValueError, {"prompts": other, "size": 1}),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 from genlm.core.model.draw_settings import DrawSettings
+from genlm.core.model.members import Members
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,7 @@ class Constraint(ABC):
         Raises:
             ValueError: The population has another size, or its model has another number of
                 token ids.
+            TypeError: `population` is not a population.
             GenlmError: As `Population.draw`.
         """
         self._check_size(population)
@@ -159,7 +161,9 @@ class Constraint(ABC):
         return type(self).draw is not Constraint.draw
 
     def _check_size(self, population: Population) -> None:
-        """Raise `ValueError` for a population of another size."""
+        """Raise an error for other objects than populations of the same size."""
+        if not isinstance(population, Members):
+            raise TypeError(f"population={population!r:.80}; expected a Population")
         if len(population) != len(self):
             raise ValueError(
                 f"a constraint of {len(self)} members for a population of {len(population)}; "

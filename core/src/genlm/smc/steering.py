@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from genlm.constraints.states import check_text
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import blocking_iterator, off_loop
 from genlm.core.base.validation import (
+    checked_batch,
     checked_integer,
     checked_number,
     checked_stop,
@@ -291,7 +292,8 @@ def _initial_populations(
                 f"expected {size} members for each filter"
             )
         return population, len(population) // size
-    population = llm.population(prompts)
+    sequences = cast("TokenBatch", checked_batch(prompts, "call `steer` for one prompt"))
+    population = llm.population(sequences)
     return population[np.repeat(np.arange(len(population)), size)], len(population)
 
 

@@ -275,6 +275,34 @@ def test_languages_with_another_proposal_are_drawn_from_concurrently(llm):
     assert llm.statistics().pending == 0
 
 
+class Broken(NoTwo):
+    """A constraint with a defect."""
+
+    def advance(self, token_ids: Any) -> Any:
+        return NoTwo(len(token_ids) + 1)
+
+
+class NotIndexed(NoTwo):
+    """A constraint whose selected members are not a constraint."""
+
+    def advance(self, token_ids: Any) -> Any:
+        return NotIndexed(len(token_ids))
+
+    def __getitem__(self, ancestors: Any) -> Any:
+        return ancestors
+
+
+def test_a_defect_of_one_of_several_constraints_is_named(llm):
+    options: dict[str, Any] = {"max_tokens": 4, "stop": [END], "resample_below": 1, "seed": 0}
+    for kind, error, message in [
+        (Broken, ValueError, "Broken, advance, has 8 members; expected 7"),
+        (NotIndexed, TypeError, "NotIndexed, indexing, is ndarray; expected a Constraint"),
+    ]:
+        languages = [FEW, Started(kind)]
+        with pytest.raises(error, match=message):
+            list(batch_steer_sync(llm, PROMPTS[:2], SIZE, constraint=languages, **options))
+
+
 @pytest.mark.parametrize("languages", [LATER, [LATER, ALTERNATE, LATER, LATER, LATER]])
 def test_each_filter_has_the_end_of_its_prompt(llm, languages):
     texts = [b"", A + B, A, b"", A]

@@ -16,6 +16,7 @@ from genlm.constraints.protocol import (
     Integers64,
     IntegersLike,
     attribute_values,
+    checked_result,
 )
 from genlm.constraints.states import member_index
 from genlm.core.base.arrays import ranges
@@ -90,9 +91,11 @@ class JoinedConstraint(Constraint):
     def advance(self, token_ids: IntegersLike) -> JoinedConstraint:
         """Return the constraint after each member was extended by a token."""
         ids = checked_array(token_ids)
-        return self._with(
-            [part.advance(ids[members]) for part, members in self._pairs], self._members
-        )
+        parts = [
+            checked_result(part.advance(ids[members]), part, "advance")
+            for part, members in self._pairs
+        ]
+        return JoinedConstraint(parts, self._members, self._vocab_size)
 
     def __getitem__(self, ancestors: Any) -> JoinedConstraint:
         members, sizes = np.concatenate(self._members), [len(part) for part in self._parts]
@@ -100,22 +103,19 @@ class JoinedConstraint(Constraint):
         part_of[members] = np.repeat(np.arange(len(sizes)), sizes)
         place_of[members] = ranges(0, np.array(sizes))
         index = np.arange(len(self))[member_index(ancestors)]
-        selected_parts = part_of[index]
+        selected_parts, places = part_of[index], place_of[index]
         counts = np.bincount(selected_parts, minlength=len(sizes))
         by_part = np.argsort(selected_parts, kind="stable")
         all_members = np.split(by_part, counts.cumsum()[:-1])
-        places = place_of[index]
-        pairs = zip(self._parts, all_members, strict=True)
-        return self._with([part[places[selected]] for part, selected in pairs], all_members)
+        parts = [
+            checked_result(part[places[selected]], part, "indexing", len(selected))
+            for part, selected in zip(self._parts, all_members, strict=True)
+        ]
+        return JoinedConstraint(parts, all_members, self._vocab_size)
 
     @property
     def _pairs(self) -> Iterable[tuple[Constraint, Integers64]]:
         return zip(self._parts, self._members, strict=True)
-
-    def _with(
-        self, parts: Sequence[Constraint], members: Sequence[Integers64]
-    ) -> JoinedConstraint:
-        return JoinedConstraint(parts, members, self._vocab_size)
 
     @property
     def _has_own_proposal(self) -> bool:

@@ -207,3 +207,16 @@ class Constraint(ABC):
 def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:
     """Return `finished` or `log_potential`, which may be a list or a tensor, as an array."""
     return host_array(getattr(constraint, name), f"{type(constraint).__name__}.{name}")
+
+
+def checked_result(
+    result: object, constraint: Constraint, method: str, size: int | None = None
+) -> Constraint:
+    """Return the result of a method of a constraint, by default a constraint of its size."""
+    name = f"the result of {type(constraint).__name__}, {method},"
+    if not isinstance(result, Constraint):
+        raise TypeError(f"{name} is {type(result).__name__}; expected a Constraint")
+    expected = len(constraint) if size is None else size
+    if len(result) != expected:
+        raise ValueError(f"{name} has {len(result)} members; expected {expected}")
+    return result

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.protocol import Constraint, attribute_values
+from genlm.constraints.protocol import Constraint, attribute_values, checked_result
 from genlm.core.base.arrays import host_array
 from genlm.core.model.population import Population
 from genlm.core.rows.draws import DrawnTokens
@@ -137,7 +137,7 @@ class Filters:
             is_over |= self._completes_stop_text(token_ids)
         if self._constraint is not None:
             advanced = self._constraint.advance(token_ids)
-            self._constraint = _checked_constraint(advanced, self._constraint, "advance")
+            self._constraint = checked_result(advanced, self._constraint, "advance")
             is_over |= attribute_values(self._constraint, "finished")
         await self._weight_by_potentials(population, log_weights, active)
         population = population.finish(is_over | (log_weights == -np.inf))
@@ -224,7 +224,7 @@ class Filters:
         self._tails = self._tails[ancestors]
         if self._constraint is not None:
             selected = self._constraint[ancestors]
-            self._constraint = _checked_constraint(selected, self._constraint, "indexing")
+            self._constraint = checked_result(selected, self._constraint, "indexing")
 
 
 def _room(batch: ParticlesBatch) -> Floats:
@@ -235,16 +235,6 @@ def _room(batch: ParticlesBatch) -> Floats:
         (batch.llm.max_context or math.inf) + 1.0 - lengths.reshape(-1, batch.size).max(axis=1)
     )
     return room
-
-
-def _checked_constraint(result: object, constraint: Constraint, method: str) -> Constraint:
-    """Return the result of a method of a constraint, a constraint of the same size."""
-    name = f"the result of {type(constraint).__name__}, {method},"
-    if not isinstance(result, Constraint):
-        raise TypeError(f"{name} is {type(result).__name__}; expected a Constraint")
-    if len(result) != len(constraint):
-        raise ValueError(f"{name} has {len(result)} members; expected {len(constraint)}")
-    return result
 
 
 def checked_logs(values: LogWeights, live: Flags, name: str = "the potential") -> Floats:

@@ -151,7 +151,8 @@ async def batch_steer(
     and draws as `steer` does with its seed, whatever the other filters are. Their particles are
     members of one population, so that a step of all filters takes about as long as a step of
     one filter with as many particles. This is much less than that of concurrent calls of
-    `steer` if each filter has few particles.
+    `steer` if each filter has few particles. On Ray, one replica computes a population: for
+    several replicas, call `batch_steer` concurrently for a part of the prompts each.
 
         async for batch in genlm.smc.batch_steer(llm, prompts, 10, max_tokens=40, seed=0):
             pass

@@ -27,7 +27,7 @@ class DrawSettings(NamedTuple):
         active: Indices of the active members, ascending.
         log_mass: Log-mass of the inactive members, shape `(n,)`, float32: 0 if finished, else
             `-inf`.
-        weights: Masks, temperature and bias of all members.
+        weights: Masks, temperature, bias and limits of all members.
     """
 
     active: Integers64
@@ -40,6 +40,7 @@ class DrawSettings(NamedTuple):
         population: Members,
         masks: MasksLike | None,
         mask_index: ArrayLike | None,
+        limits: tuple[int | None, float | None, float | None] = (None, None, None),
         *,
         finished: Flags | None = None,
         dead: Flags | None = None,
@@ -51,9 +52,10 @@ class DrawSettings(NamedTuple):
             population: The population.
             masks: As `Population.draw`.
             mask_index: As `Population.draw`.
+            limits: `top_k`, `top_p` and `min_p`, as `Population.draw`.
             finished: Flags of further members that are finished for this draw, shape `(n,)`.
             dead: Flags of members without an allowed token; None for those with empty masks.
-            **options: Arguments of `RowWeights`.
+            **options: Temperature and bias, as `RowWeights`.
         """
         count, vocab_size = len(population), population._lm.vocabulary.size  # noqa: SLF001
         is_active = ~population._finished  # noqa: SLF001 - of the same package
@@ -74,8 +76,15 @@ class DrawSettings(NamedTuple):
             log_mass[is_active & dead] = -math.inf
             is_active &= ~dead
         [active] = is_active.nonzero()
-        weights = RowWeights((count, vocab_size), rows, **options)
+        truncation = Truncation.checked(vocab_size, *limits)
+        weights = RowWeights((count, vocab_size), rows, truncation=truncation, **options)
         return cls(active, log_mass, weights)
+
+    def weights_unless_equal(self, vocab_size: int) -> RowWeights | None:
+        """Return the weights of all members; None if they are the model's probabilities."""
+        weights = self.weights
+        is_equal = weights.masks is None and weights.are_masked_probabilities(vocab_size)
+        return None if is_equal else weights
 
     @property
     def active_weights(self) -> RowWeights:
@@ -114,25 +123,3 @@ class DrawSettings(NamedTuple):
             for column, values in zip(drawn, columns, strict=True):
                 column[members] = values
         return drawn
-
-
-def draw_weights(
-    population: Members,
-    masks: MasksLike | None,
-    mask_index: ArrayLike | None,
-    temperature: ArrayLike,
-    bias: ArrayLike,
-    *limits: float | None,
-) -> RowWeights | None:
-    """Return the weights of all members for a draw; None if they are the model's probabilities.
-
-    The arguments are those of `Population.draw`; `limits` are `top_k`, `top_p` and `min_p`.
-    """
-    size = population._lm.vocabulary.size  # noqa: SLF001 - of the same package
-    truncation = Truncation.checked(size, *limits)
-    options: dict[str, Any] = {"temperature": temperature, "bias": bias}
-    weights = DrawSettings.of(
-        population, masks, mask_index, truncation=truncation, **options
-    ).weights
-    is_default = weights.masks is None and weights.are_masked_probabilities(size)
-    return None if is_default else weights

@@ -13,7 +13,7 @@ import torch
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_count
 from genlm.core.engine.group_sampling import GroupSampling
-from genlm.core.model.draw_settings import draw_weights
+from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
 from genlm.core.queries.query import GroupQuery, GroupReduction, Reduction
@@ -90,7 +90,11 @@ class MemberReductions(Members):
             PopulationError: Ids are outside the vocabulary, or as `Population.draw`.
         """
         ids = self._checked_tokens(token_ids)
-        weights = draw_weights(self, masks, mask_index, temperature, bias, top_k, top_p, min_p)
+        limits = top_k, top_p, min_p
+        settings = DrawSettings.of(
+            self, masks, mask_index, limits, temperature=temperature, bias=bias
+        )
+        weights = settings.weights_unless_equal(self._lm.vocabulary.size)
         if not ids.size:
             return torch.empty(ids.shape, dtype=torch.float32, device="cpu")
         columns = torch.from_numpy(ids.reshape(len(ids), -1))

@@ -9,7 +9,7 @@ import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.errors import ContextLengthError, GenlmError, PopulationError
-from genlm.core.model.draw_settings import draw_weights
+from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.members import ArrayLike
 from genlm.core.queries.generations import Integers64
@@ -68,7 +68,11 @@ class MemberScores(MemberReductions):
             PopulationError: Ids are outside the vocabulary, members with their continuations
                 have more than `max_context` + 1 tokens, or as `Population.draw`.
         """
-        weights = draw_weights(self, masks, mask_index, temperature, bias, top_k, top_p, min_p)
+        limits = top_k, top_p, min_p
+        settings = DrawSettings.of(
+            self, masks, mask_index, limits, temperature=temperature, bias=bias
+        )
+        weights = settings.weights_unless_equal(self._lm.vocabulary.size)
         ids = self._checked_tokens(continuations)
         if not len(self) and ids.ndim == 1:  # an empty list
             ids = ids.reshape(0, 0)

@@ -20,7 +20,6 @@ from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.row_masks import MasksLike
 from genlm.core.rows.sampling import checked_seeds, member_seeds, uniforms
-from genlm.core.rows.truncation import Truncation
 
 
 class SampledTokens(NamedTuple):
@@ -146,9 +145,9 @@ class Population(MemberScores):
             PopulationError: As `next_token_logprobs`, or the bias of an allowed token is NaN or
                 `inf`.
         """
-        limits = Truncation.checked(self._lm.vocabulary.size, top_k, top_p, min_p)
+        limits = top_k, top_p, min_p
         settings = DrawSettings.of(
-            self, masks, mask_index, temperature=temperature, bias=bias, truncation=limits
+            self, masks, mask_index, limits, temperature=temperature, bias=bias
         )
         drawn: DrawnTokens
         if rows is None:
@@ -260,9 +259,13 @@ class Population(MemberScores):
         count, size = len(self), self._lm.vocabulary.size
         limit = checked_counts("max_tokens", max_tokens, count, 0)
         ends = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
-        truncation = Truncation.checked(size, top_k, top_p, min_p)
         settings = DrawSettings.of(
-            self, masks, mask_index, temperature=temperature, bias=bias, truncation=truncation
+            self,
+            masks,
+            mask_index,
+            (top_k, top_p, min_p),
+            temperature=temperature,
+            bias=bias,
         )
         active = settings.active[limit[settings.active] > 0]
         limits = np.zeros(count, np.int64)

@@ -89,9 +89,10 @@ def check_batch(
         {"potential": potential, "stop": [END]},
         {"potential": scored_potential, "bias": bias, "temperature": 1.4, "stop": [END]},
         {"potential": potential, "resample_below": 1, "stop": [B + B, A + A]},
+        {"potential": potential, "potential_every": 3, "resample_below": 1, "stop": [END, 1]},
         {"resample_below": 0, "bias": [0.0, 1.0, 0.0, 0.5], "stop": ()},
     ],
-    ids=["free", "potential", "bias", "texts", "unweighted"],
+    ids=["free", "potential", "bias", "texts", "every", "unweighted"],
 )
 def test_the_filters_of_a_batch_are_those_of_steer(llm, options):
     batch = check_batch(llm, PROMPTS, max_tokens=8, **options)

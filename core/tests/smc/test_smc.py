@@ -781,6 +781,82 @@ def test_a_full_context_ends_the_filter_and_finishes_no_particle(make_model, cap
     assert not caplog.text
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_the_potential_is_evaluated_every_few_steps_and_in_the_last_one(llm, every):
+    """Without resampling, the weights do not depend on the steps of the evaluations."""
+    lengths = []
+
+    def counted(population: Any) -> list[float]:
+        lengths.append(int(population.lengths.max()))
+        return potential(population)
+
+    options: dict[str, Any] = {"max_tokens": 7, "resample_below": 0, "seed": 2}
+    particles = last(llm, 30, potential=counted, potential_every=every, **options)
+    steps = [*range(every, 7, every), 7]
+    assert lengths == [len(PROMPT) + step for step in steps]
+    expected = last(llm, 30, potential=potential, **options)
+    np.testing.assert_allclose(particles.log_weights, expected.log_weights, atol=1e-12)
+    lengths.clear()
+    dead = last(llm, 30, potential=lambda p: counted(p) and [-math.inf] * 30, stop=(), seed=2)
+    assert len(dead.history) == len(lengths) == 1
+    lengths.clear()
+    [ended] = steer_sync(
+        llm,
+        PROMPT,
+        30,
+        potential=counted,
+        potential_every=every,
+        stop=list(range(VOCABULARY)),
+        max_tokens=9,
+    )
+    assert ended.population.finished.all()
+    assert len(lengths) == 1
+
+
+def test_estimates_do_not_depend_on_the_steps_in_which_the_potential_is_evaluated(llm):
+    exact, estimates = value(PROMPT, list(range(VOCABULARY))), []
+    for seed in range(60):
+        particles = last(
+            llm, 40, potential=potential, potential_every=2, resample_below=1, seed=seed
+        )
+        resampled_after = [step.is_resampled for step in particles.history]
+        assert resampled_after[1:] == [True, False]
+        estimates.append(math.exp(particles.log_evidence))
+    error = np.std(estimates, ddof=1) / math.sqrt(60)
+    assert 0 < error < 0.05 * exact
+    assert abs(np.mean(estimates) - exact) < 4.5 * error
+
+
+class Ending(NoTwo):
+    """A constraint that finishes members with token 0 and makes others violate it."""
+
+    def advance(self, token_ids: Any) -> Ending:
+        after = Ending(self.mask_index)
+        after.finished = token_ids == END
+        after.log_potential = np.where(token_ids == END, 0.0, -np.inf)
+        return after
+
+
+def test_the_potential_is_evaluated_if_a_constraint_ends_the_filter(llm):
+    constraint = Ending(np.zeros(40, int))
+    [particles] = steer_sync(
+        llm,
+        PROMPT,
+        40,
+        max_tokens=9,
+        constraint=constraint,
+        potential=lambda population: np.full(len(population), 2.5),
+        potential_every=4,
+        seed=0,
+    )
+    ended = particles.token_ids == END
+    assert 0 < ended.sum() < 40
+    row = oracle_row(PROMPT, None, VOCABULARY).exp()
+    mass = math.log(float(row[[0, 1, 3]].sum()))
+    np.testing.assert_allclose(particles.log_weights[ended], mass + 2.5, atol=1e-6)
+    assert np.isneginf(particles.log_weights[~ended]).all()
+
+
 WRONG_POTENTIALS = {
     "NaN or inf for 2 of 2 particles, the first at index 0": [math.nan, math.nan],
     "NaN or inf for 1 of 2 particles, the first at index 1": [-math.inf, math.inf],
@@ -871,6 +947,7 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         "temperature=.*; expected a number": (TypeError, {"temperature": np.ones(2)}),
         "resample_below='a'; expected a number": (TypeError, {"resample_below": "a"}),
         "potential=1.0; expected a function": (TypeError, {"potential": 1.0}),
+        "potential_every=0; it must be 1": (ValueError, {"potential_every": 0}),
         "booleans; expected log-factors: 0": (TypeError, {"potential": lambda _: [True] * 2}),
         "the potential has booleans": (
             TypeError,

@@ -55,6 +55,7 @@ class Filters:
         stop_texts: Texts that finish a particle.
         temperature: Temperature of the draws.
         resample_below: Threshold of the effective sample size, as a share of `size`.
+        potential_every: Number of steps between two evaluations of the potential.
         seeds: Random seed of each filter.
     """
 
@@ -70,6 +71,7 @@ class Filters:
         stop_texts: tuple[bytes, ...],
         temperature: float,
         resample_below: float,
+        potential_every: int,
         seeds: Sequence[int],
     ) -> None:
         self._batch = batch
@@ -82,6 +84,7 @@ class Filters:
         self._tails = np.full(len(batch.population), b"", object)
         self._temperature = temperature
         self._resample_below = resample_below
+        self._potential_every = potential_every
         self._max_tokens = max_tokens
         self._limits = np.minimum(_room(batch), max_tokens)
         self._running = self._limits > 0
@@ -93,7 +96,9 @@ class Filters:
         for random in self._random:
             # Skips the numbers with which an earlier filter resampled these particles.
             random.random(batch.population._step)  # noqa: SLF001 - internal to genlm
-        self._log_potential = np.zeros(len(batch.population))
+        # The factors of the weight of each particle, so that a new value replaces the last one.
+        self._constraint_logs = np.zeros(len(batch.population))
+        self._potential_logs = np.zeros(len(batch.population))
         self._in_order = np.tile(np.arange(batch.size), (len(batch), 1))
         self._in_order.setflags(write=False)  # of all steps without resampling
         has_own_proposal = constraint is not None and constraint._has_own_proposal  # noqa: SLF001
@@ -139,14 +144,29 @@ class Filters:
             advanced = self._constraint.advance(token_ids)
             self._constraint = checked_result(advanced, self._constraint, "advance")
             is_over |= attribute_values(self._constraint, "finished")
-        await self._weight_by_potentials(population, log_weights, active)
+            name = f"{type(self._constraint).__name__}.log_potential"
+            self._constraint_logs = _reweighted(
+                log_weights, active, self._constraint.log_potential, self._constraint_logs, name
+            )
         population = population.finish(is_over | (log_weights == -np.inf))
+        step_counts = batch.step_counts + self._running
+        if self._potential is not None:
+            is_last = self._all_finished(population) | (step_counts >= self._limits)
+            is_due = self._running & (is_last | (step_counts % self._potential_every == 0))
+            if is_due.any():
+                values = self._potential(population)
+                if isinstance(values, Awaitable):
+                    values = await values
+                due = self._of_members(is_due)
+                self._potential_logs = _reweighted(
+                    log_weights, due, values, self._potential_logs, "the potential"
+                )
+                population = population.finish(log_weights == -np.inf)
+        self._running &= ~self._all_finished(population) & (step_counts < self._limits)
         token_ids, log_weights, finished = (
             column.reshape(-1, size)
             for column in (token_ids, log_weights, population.finished.numpy())
         )
-        step_counts = batch.step_counts + self._running
-        self._running &= ~finished.all(axis=1) & (step_counts < self._limits)
         weights = RelativeWeights.of(log_weights)
         is_resampled = self._running & (weights.effective_size < self._resample_below * size)
         ancestors, next_log_weights = self._in_order, log_weights
@@ -184,6 +204,11 @@ class Filters:
         """Return flags of filters for each of their members."""
         return np.repeat(values, self._batch.size)
 
+    def _all_finished(self, population: Population) -> Flags:
+        """Return whether all particles of each filter are finished."""
+        finished: Flags = population.finished.numpy().reshape(-1, self._batch.size)
+        return np.logical_and.reduce(finished, axis=1)  # type: ignore[no-any-return]
+
     async def _draw(self, population: Population) -> DrawnTokens:
         options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seeds}
         if self._bias is not None:
@@ -201,26 +226,10 @@ class Filters:
             is_complete[member], self._tails[member] = search_stop(text, self._stop_texts)
         return is_complete
 
-    async def _weight_by_potentials(
-        self, population: Population, log_weights: Floats, active: Flags
-    ) -> None:
-        """Multiply the weights by the change of the potentials since the previous step."""
-        potential = np.zeros(len(population))
-        live = active & (log_weights > -np.inf)
-        if self._constraint is not None:
-            name = f"{type(self._constraint).__name__}.log_potential"
-            potential += checked_logs(self._constraint.log_potential, live, name)
-        if self._potential is not None:
-            values = self._potential(population)
-            if isinstance(values, Awaitable):
-                values = await values
-            potential = potential + checked_logs(values, live)
-        log_weights[live] += potential[live] - self._log_potential[live]
-        self._log_potential = np.where(live, potential, self._log_potential)
-
     def _select(self, ancestors: Integers64) -> None:
         """Continue with the ancestors of resampled particles."""
-        self._log_potential = self._log_potential[ancestors]
+        self._constraint_logs = self._constraint_logs[ancestors]
+        self._potential_logs = self._potential_logs[ancestors]
         self._tails = self._tails[ancestors]
         if self._constraint is not None:
             selected = self._constraint[ancestors]
@@ -237,7 +246,29 @@ def _room(batch: ParticlesBatch) -> Floats:
     return room
 
 
-def checked_logs(values: LogWeights, live: Flags, name: str = "the potential") -> Floats:
+def _reweighted(
+    log_weights: Floats, flags: Flags, values: LogWeights, before: Floats, name: str
+) -> Floats:
+    """Replace a factor of the weights of some particles, in place.
+
+    Args:
+        log_weights: Log-weights of all particles, shape `(n,)`.
+        flags: The particles whose factor is replaced; those of weight 0 are left out.
+        values: Logs of the new factors, shape `(n,)` or one number.
+        before: Logs of the factors that the weights contain, shape `(n,)`.
+        name: Name of the values for errors.
+
+    Returns:
+        Logs of the factors that the weights now contain.
+    """
+    live = flags & (log_weights > -np.inf)
+    checked = checked_logs(values, live, name)
+    after = np.where(live, checked, before)
+    log_weights[live] += after[live] - before[live]
+    return after
+
+
+def checked_logs(values: LogWeights, live: Flags, name: str) -> Floats:
     """Return log-factors or log-weights, of which those of live particles are checked."""
     try:
         array = host_array(values, name)

@@ -48,6 +48,7 @@ async def steer(
     constraint: Language | Constraint | None = None,
     text: bytes = b"",
     potential: Potential | None = None,
+    potential_every: int = 1,
     bias: Bias | None = None,
     stop: Stop | None = None,
     temperature: float = 1.0,
@@ -81,10 +82,13 @@ async def steer(
             a `Constraint` of `size` members.
         text: End of the prompt that belongs to the texts of the `Language`.
         potential: Function that returns the log of a factor of the probability of each member,
-            shape `(n,)`; `-inf` for a sequence that cannot be continued. It may be a coroutine
-            function, such as one that awaits the scores of another model; with `steer_sync`
-            it may await only methods of models. A plain function is called on the event loop,
-            which it blocks.
+            shape `(n,)`; `-inf` for a sequence that cannot be continued. Texts that have ended
+            are `population.finished`. The function may be a coroutine function, such as one
+            that awaits the scores of another model; with `steer_sync` it may await only methods
+            of models. A plain function is called on the event loop, which it blocks.
+        potential_every: Number of steps between two evaluations of the potential, for example
+            16 for a reward model that is slow. The weights change by the potential in these
+            steps and in the last step of the filter.
         bias: Addend of the log-probabilities of the draws, as for `Population.draw`, or a
             function or coroutine function of the population that returns it, such as the
             logarithm of a twist for each next token. It changes the proposal and not the
@@ -117,6 +121,7 @@ async def steer(
         constraint=constraint,
         text=text,
         potential=potential,
+        potential_every=potential_every,
         bias=bias,
         stop=stop,
         temperature=temperature,
@@ -138,6 +143,7 @@ async def batch_steer(
     constraint: Language | Sequence[Language] | Constraint | None = None,
     text: bytes | Sequence[bytes] = b"",
     potential: Potential | None = None,
+    potential_every: int = 1,
     bias: Bias | None = None,
     stop: Stop | None = None,
     temperature: float = 1.0,
@@ -174,6 +180,7 @@ async def batch_steer(
         text: As `steer`; for all filters, or a sequence of one for each filter.
         potential: As `steer`, a function of the population of all particles, filter after
             filter: member i belongs to filter `i // size`.
+        potential_every: As `steer`.
         bias: As `steer`, for or of this population.
         stop: As `steer`.
         temperature: As `steer`.
@@ -206,6 +213,7 @@ async def batch_steer(
         constraint=constraint,
         text=text,
         potential=potential,
+        potential_every=potential_every,
         bias=bias,
         stop=stop,
         temperature=temperature,
@@ -231,6 +239,7 @@ async def _filters(
     constraint: Language | Sequence[Language] | Constraint | None,
     text: bytes | Sequence[bytes],
     potential: Potential | None,
+    potential_every: int,
     bias: Bias | None,
     stop: Stop | None,
     temperature: float,
@@ -264,6 +273,7 @@ async def _filters(
         stop_texts=stop_texts,
         temperature=temperature,
         resample_below=resample_below,
+        potential_every=checked_integer("potential_every", potential_every, 1),
         seeds=seeds,
     )
 

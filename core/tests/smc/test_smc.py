@@ -281,9 +281,10 @@ class ManyThrees(Constraint):
 
 
 def test_log_potentials_of_a_constraint_weigh_as_a_potential_does(llm):
-    for seed in range(5):
-        particles = last(llm, 30, potential=potential, seed=seed)
-        other = last(llm, 30, constraint=ManyThrees([PROMPT] * 30), seed=seed)
+    for seed, below in itertools.product(range(5), (0.5, 1)):
+        options = {"seed": seed, "resample_below": below}
+        particles = last(llm, 30, potential=potential, **options)
+        other = last(llm, 30, constraint=ManyThrees([PROMPT] * 30), **options)
         assert particles.population.tokens.tolist() == other.population.tokens.tolist()
         np.testing.assert_allclose(particles.log_weights, other.log_weights, atol=1e-5)
 

@@ -75,11 +75,11 @@ def seed_ignored(_stream_uniform):
 
 
 @core_mutant(
-    genlm.core.model.sample_methods, "stream_seeds", killed_by="samples-are-those-of-the-seed"
+    genlm.core.model.sample_methods, "batch_seeds", killed_by="samples-are-those-of-the-seed"
 )
-def seeds_of_the_batch(stream_seeds):
+def seeds_of_the_batch(batch_seeds):
     """Derives the seeds of continuations from their number as well."""
-    return lambda seed, count: stream_seeds(None if seed is None else seed + count, count)
+    return lambda seed, count: batch_seeds(None if seed is None else seed + count, count)
 
 
 @core_mutant(GroupEngine, "abort", killed_by="a-cancelled-continuation-changes-no-other")
@@ -106,13 +106,13 @@ def stream_of_its_own(_stream_uniform):
 
 @core_mutant(
     genlm.core.model.sample_methods,
-    "stream_seeds",
+    "batch_seeds",
     killed_by="samples-are-those-of-the-seed",
     on=cached_target,
 )
-def one_seed_for_all(stream_seeds):
+def one_seed_for_all(batch_seeds):
     """Gives every continuation of a batch the same seed."""
-    return lambda seed, count: stream_seeds(seed, 1) * count
+    return lambda seed, count: batch_seeds(seed, 1) * count
 
 
 @core_mutant(AsyncLM, "_sample", killed_by="sampling-stops")

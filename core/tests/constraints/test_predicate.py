@@ -259,7 +259,7 @@ def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm
     assert 1 <= len(texts) <= 3
 
 
-def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, monkeypatch):
+def test_the_first_round_draws_a_few_more_tokens_than_the_step_before_needed(llm, monkeypatch):
     counts: list[int] = []
     draw = genlm.Population._draw
 
@@ -272,16 +272,16 @@ def test_the_first_round_draws_as_many_tokens_as_the_step_before_needed(llm, mon
     monkeypatch.setattr(genlm.Population, "_draw", recorded)
     language = Python(lambda text: True, extra_draws=2)
     list(steer_sync(llm, PROMPT, 20, max_tokens=3, constraint=language, seed=0))
-    assert counts == [8, 3, 3]
+    assert counts == [8, 5, 5]
     counts.clear()
     language = Python(lambda text: not text or text.endswith(b"b"), extra_draws=2)
     list(steer_sync(llm, PROMPT, 20, max_tokens=2, constraint=language, seed=0))
-    assert 3 < counts[-1] <= 32
+    assert 5 < counts[-1] <= 32
     counts.clear()
     for extra_draws in (9, 500):  # the latter is more than there are tokens
         language = Python(lambda text: True, extra_draws=extra_draws)
         list(steer_sync(llm, PROMPT, 20, max_tokens=2, constraint=language, seed=0))
-    assert counts == [10, 10, len(TOKENS) + 1, len(TOKENS) + 1]
+    assert counts == [10, len(TOKENS) + 1, len(TOKENS) + 1, len(TOKENS) + 1]
 
 
 def test_tokens_that_were_not_drawn_are_tested(llm):

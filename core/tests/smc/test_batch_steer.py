@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -231,7 +232,7 @@ def test_each_filter_has_its_language(llm, languages, temperature):
 
 
 class Slow(NoTwo):
-    """A constraint whose draws do not end."""
+    """A constraint whose draws do not end, and that awaits something when it is cancelled."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -241,6 +242,7 @@ class Slow(NoTwo):
         try:
             await asyncio.sleep(600)
         finally:
+            await asyncio.sleep(0.01)
             self.was_cancelled = True
 
 
@@ -269,39 +271,92 @@ def test_languages_with_another_proposal_are_drawn_from_concurrently(llm):
             await collected(
                 constraint=[FEW, Python(fails), Started(lambda _: slow), *languages[3:]]
             )
-        await asyncio.sleep(0)
         return slow.was_cancelled
 
     assert asyncio.run(failed())
     assert llm.statistics().pending == 0
 
 
+def test_the_weights_of_a_shared_function_do_not_depend_on_other_filters(make_model):
+    """The first round draws as many tokens as the other filters needed before."""
+    llm = make_model(ScriptedEngine(64))
+    few = Python(lambda text: sum(text) % 3 == 0)
+    options: dict[str, Any] = {"max_tokens": 6, "stop": (), "constraint": few}
+    for seed in range(4):
+        *_, batch = batch_steer_sync(llm, PROMPTS, 1, seed=seed, **options)
+        for particles, prompt, own in zip(batch, PROMPTS, stream_seeds(seed, 5), strict=True):
+            *_, expected = steer_sync(llm, prompt, 1, seed=own, **options)
+            check_equal(particles, expected)
+
+
 class Broken(NoTwo):
-    """A constraint with a defect."""
+    """A constraint with one defect."""
+
+    def __init__(self, count: int, defect: str) -> None:
+        super().__init__(count)
+        self.defect = defect
+        if defect == "log_potential":
+            self.log_potential = [0.0] * (count + 1)
+        if defect == "mask_index":
+            self.masks = lambda: ([[0, 1, 3]], [0.0] * count)  # type: ignore[method-assign]
 
     def advance(self, token_ids: Any) -> Any:
-        return NoTwo(len(token_ids) + 1)
-
-
-class NotIndexed(NoTwo):
-    """A constraint whose selected members are not a constraint."""
-
-    def advance(self, token_ids: Any) -> Any:
-        return NotIndexed(len(token_ids))
+        return NoTwo(len(token_ids) + 1) if self.defect == "advance" else self
 
     def __getitem__(self, ancestors: Any) -> Any:
         return ancestors
 
 
-def test_a_defect_of_one_of_several_constraints_is_named(llm):
+class BrokenDraw(NoTwo):
+    """A constraint that draws a token too many."""
+
+    async def draw(self, population: Any, **options: Any) -> Any:
+        drawn = await population.draw(**options)
+        return type(drawn)(*(torch.cat([column, column[:1]]) for column in drawn))
+
+
+@pytest.mark.parametrize(
+    ("create", "error", "message"),
+    [
+        ("advance", ValueError, "Broken, advance, has 8 members; expected 7"),
+        ("indexing", TypeError, "Broken, indexing, is ndarray; expected a Constraint"),
+        (
+            "log_potential",
+            ValueError,
+            r"Broken.log_potential has shape \(8,\); expected \(7,\)",
+        ),
+        ("mask_index", TypeError, "mask_index must be integers"),
+        (BrokenDraw, ValueError, "BrokenDraw.draw returned 8 draws for 7 members"),
+        (lambda size: NoTwo(size + 1), ValueError, "a constraint of 8 members for 7 particles"),
+        (lambda _: 5, TypeError, "constraint=5; expected a Language or a Constraint"),
+    ],
+)
+def test_a_defect_of_one_of_several_constraints_is_named(llm, create, error, message):
     options: dict[str, Any] = {"max_tokens": 4, "stop": [END], "resample_below": 1, "seed": 0}
-    for kind, error, message in [
-        (Broken, ValueError, "Broken, advance, has 8 members; expected 7"),
-        (NotIndexed, TypeError, "NotIndexed, indexing, is ndarray; expected a Constraint"),
-    ]:
-        languages = [FEW, Started(kind)]
-        with pytest.raises(error, match=message):
-            list(batch_steer_sync(llm, PROMPTS[:2], SIZE, constraint=languages, **options))
+    language = Started((lambda size: Broken(size, create)) if create in DEFECTS else create)
+    other = Started(OwnDraw) if create is BrokenDraw else ALTERNATE
+    with pytest.raises(error, match=message):
+        list(batch_steer_sync(llm, PROMPTS[:2], SIZE, constraint=[other, language], **options))
+
+
+DEFECTS = {"advance", "indexing", "log_potential", "mask_index"}
+
+
+def test_one_number_is_the_potential_of_all_members_of_a_constraint(llm):
+    class Constant(OwnDraw):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            self.log_potential = -1.5
+
+    own = [{"constraint": Started(kind)} for kind in (Constant, OwnDraw)]
+    check_batch(
+        llm,
+        PROMPTS[:2],
+        constraint=[options["constraint"] for options in own],
+        each=own.__getitem__,
+        max_tokens=2,
+        stop=[END],
+    )
 
 
 @pytest.mark.parametrize("languages", [LATER, [LATER, ALTERNATE, LATER, LATER, LATER]])
@@ -407,8 +462,24 @@ def test_a_table_has_a_row_for_each_particle_of_each_filter(llm):
     assert len(table) == len(PROMPTS) * SIZE
 
 
+def test_a_filter_without_room_makes_no_step(make_model):
+    llm = make_model(ScriptedEngine(VOCABULARY, max_context=3))
+    full = llm.context([1, 1, 1]).extend(2)
+    *_, batch = batch_steer_sync(llm, [full, (1,)], 2, max_tokens=2, stop=(), seed=0)
+    assert batch.step_counts.tolist() == [0, 2]
+    particles = batch[0]
+    assert particles.texts == ["", ""]
+    assert particles.text_weights == {"": 1.0}
+    assert particles.token_ids.tolist() == [-1, -1]
+    assert particles.ancestors.tolist() == [0, 1]
+    assert particles.history.ancestry.shape == (0, 2)
+    assert "2 particles after 0 steps" in str(particles)
+
+
 def test_no_prompts_are_no_filters(llm):
-    assert list(batch_steer_sync(llm, [], 3, max_tokens=5)) == []
+    for options in ({}, {"constraint": LATER}, {"constraint": []}):
+        assert list(batch_steer_sync(llm, [], 3, max_tokens=5, **options)) == []
+    assert list(batch_steer_sync(llm, llm.population([]), 3, max_tokens=5)) == []
     assert list(batch_steer_sync(llm, PROMPTS, 3, max_tokens=0)) == []
 
 
@@ -428,12 +499,17 @@ def test_arguments_that_batch_steer_cannot_use_are_refused(llm, make_model):
         "5 members for filters of 2 particles": (ValueError, {"prompts": population}),
         "belongs to a different model": (ValueError, {"prompts": other, "size": 1}),
         "prompt is ParticlesBatch; to continue a filter": (TypeError, {"prompts": batch}),
+        "prompt is Particles; to continue a filter": (TypeError, {"prompts": batch[0]}),
         "2 seeds for 5 filters": (ValueError, {"seed": [1, 2]}),
         "seed=-1": (ValueError, {"seed": [0, 0, 0, 0, -1]}),
         "seed=1.5": (TypeError, {"seed": 1.5}),
         "constraint has length 1 for 5": (ValueError, {"constraint": [LATER]}),
         "constraint='a'; expected a Language": (TypeError, {"constraint": ["a"] * 5}),
         "constraint=7; expected a Language": (TypeError, {"constraint": 7}),
+        "constraint=None; expected a Language": (
+            TypeError,
+            {"constraint": deque([LATER, None, LATER, None, None])},
+        ),
         "text has length 1 for 5": (ValueError, {"constraint": LATER, "text": [b""]}),
         "texts of languages are bytes": (TypeError, {"constraint": LATER, "text": "a"}),
         "text belongs to the texts of a Language": (ValueError, {"text": [b""] * 5}),

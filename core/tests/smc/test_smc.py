@@ -608,6 +608,8 @@ def test_the_number_of_particles_is_that_of_the_members_of_a_population(llm):
         next(steer_sync(llm, population[[]], max_tokens=1))
     with pytest.raises(TypeError, match="size=None; expected an integer"):
         next(steer_sync(llm, PROMPT, max_tokens=1))
+    with pytest.raises(TypeError, match="several prompts; call batch_steer"):
+        next(steer_sync(llm, [PROMPT, PROMPT], 2, max_tokens=1))
     particles = next(steer_sync(llm, population, max_tokens=1))
     with pytest.raises(TypeError, match=r"pass particles.population and\s+log_weights="):
         next(steer_sync(llm, particles, max_tokens=1))
@@ -936,6 +938,10 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
         ),
         "outside the vocabulary": (ValueError, {"stop": [VOCABULARY]}),
         "expected a Language or a Constraint": (TypeError, {"constraint": "ab"}),
+        r"constraint=\[<Automaton.*expected a Language": (
+            TypeError,
+            {"constraint": [Automaton.regex("a+")]},
+        ),
         "texts of languages are bytes": (
             TypeError,
             {"constraint": Automaton.regex("a+"), "text": "a"},

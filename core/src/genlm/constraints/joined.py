@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from genlm.core.model.members import checked_array
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import bias_of_rows
-from genlm.core.rows.sampling import checked_seeds, member_seeds
+from genlm.core.rows.sampling import SeedLike, SeedStreams, checked_seeds, member_seeds
 
 if TYPE_CHECKING:
     from genlm.core.model.members import ArrayLike
@@ -63,8 +63,16 @@ class JoinedConstraint(Constraint):
         return log_potential
 
     def _attribute(self, name: str) -> Any:
-        values = [attribute_values(part, name) for part in self._parts]
-        return np.concatenate(values)[self._order]
+        columns = []
+        for part, members in self._pairs:
+            values = attribute_values(part, name)
+            if values.shape not in {(), members.shape}:
+                raise ValueError(
+                    f"{type(part).__name__}.{name} has shape {values.shape}; expected "
+                    f"{members.shape}"
+                )
+            columns.append(np.broadcast_to(values, members.shape))
+        return np.concatenate(columns)[self._order]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -75,10 +83,11 @@ class JoinedConstraint(Constraint):
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
         batches = []
-        for part in self._parts:
+        for part, members in self._pairs:
             masks, index = part._draw_masks()  # noqa: SLF001 - of the same package
             if not isinstance(masks, RowMasks):
-                masks = RowMasks(masks, len(part), self._vocab_size, index)
+                index = None if index is None else checked_array(index, "mask_index")
+                masks = RowMasks(masks, len(members), self._vocab_size, index)
             batches.append(masks)
 
         def joined() -> RowMasks:
@@ -130,34 +139,49 @@ class JoinedConstraint(Constraint):
         *,
         temperature: float = 1.0,
         bias: ArrayLike = 0.0,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> DrawnTokens:
         """Draw tokens for all members in one request, if all constraints draw from masks."""
         if not self._has_own_proposal:
             return await super().draw(population, temperature=temperature, bias=bias, seed=seed)
         self._check_size(population)
-        seeds = member_seeds(checked_seeds(seed, len(self)), np.arange(len(self)))
+        streams = checked_seeds(seed, len(self))
+        if isinstance(streams, int):
+            streams = SeedStreams(member_seeds(streams, np.arange(len(self))))
 
-        def draw_part(part: Constraint, members: Integers64) -> Awaitable[DrawnTokens]:
-            return part.draw(
+        async def draw_part(part: Constraint, members: Integers64) -> DrawnTokens:
+            drawn = await part.draw(
                 population[members],
                 temperature=temperature,
                 bias=bias_of_rows(bias, members, len(self), self._vocab_size),
-                seed=seeds[members],
+                seed=streams[members],
             )
+            if len(drawn.token_ids) != len(members):
+                raise ValueError(
+                    f"{type(part).__name__}.draw returned {len(drawn.token_ids)} draws for "
+                    f"{len(members)} members"
+                )
+            return drawn
 
         if is_blocking():
             draws = [await draw_part(part, members) for part, members in self._pairs]
         else:
-            tasks = [asyncio.ensure_future(draw_part(*pair)) for pair in self._pairs]
-            try:
-                draws = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            draws = await _gathered(draw_part(part, members) for part, members in self._pairs)
         order = torch.from_numpy(self._order)
         return DrawnTokens(*(torch.cat(columns)[order] for columns in zip(*draws, strict=True)))
 
     def _prepare_advance(self, token_ids: Integers64) -> None:
         for part, members in self._pairs:
             part._prepare_advance(token_ids[members])  # noqa: SLF001 - of the same package
+
+
+async def _gathered(draws: Iterable[Coroutine[Any, Any, DrawnTokens]]) -> list[DrawnTokens]:
+    """Await concurrent draws; if one fails or the caller is cancelled, cancel all."""
+    tasks = [asyncio.ensure_future(draw) for draw in draws]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

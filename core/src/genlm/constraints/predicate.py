@@ -37,7 +37,7 @@ from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.sampling import checked_seeds
+from genlm.core.rows.sampling import SeedLike, checked_seeds
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
@@ -51,7 +51,7 @@ Texts: TypeAlias = npt.NDArray[np.object_]
 
 _FIRST_DRAWS = 8
 """Number of tokens drawn in the first round of the first step. Each further round draws four
-times as many; the first round of a later step draws as many as the step before needed."""
+times as many; the first round of a later step draws a few more than the step before needed."""
 
 
 class Python(Language):
@@ -81,7 +81,7 @@ class Python(Language):
             by default `prefix`.
         within: Language that also contains the texts; tokens are drawn from its masks. By
             default the language of valid UTF-8.
-        extra_draws: Maximum number of tokens drawn after the accepted one to estimate the mass.
+        extra_draws: Number of tokens drawn after the accepted one to estimate the mass.
             A larger number reduces the variance of the weights.
 
     Raises:
@@ -109,7 +109,7 @@ class Python(Language):
             raise TypeError(f"within={within!r}; expected a Language, such as a Grammar")
         self._within = utf8() if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
-        """Maximum number of tokens drawn after the accepted one."""
+        """Number of tokens drawn after the accepted one."""
         self.lock = threading.Lock()
         """Held while one of the functions is called; never two are called at the same time."""
         self._after_fork()
@@ -294,7 +294,7 @@ class PythonConstraint(StateConstraint):
         *,
         temperature: float = 1.0,
         bias: ArrayLike = 0.0,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> DrawnTokens:
         """Draw tokens without replacement until the functions accept one for each member.
 
@@ -306,7 +306,7 @@ class PythonConstraint(StateConstraint):
         options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
         search = Search(self, population)
         masks, index = self._draw_masks()
-        seed = checked_seeds(seed, len(population))
+        checked = checked_seeds(seed, len(population))
         take: Callable[[DrawnTokens], Any] = search.take
         if not is_blocking():
             take = self.language.off_thread(take)
@@ -321,7 +321,7 @@ class PythonConstraint(StateConstraint):
                 search.weights = settings.weights
                 # More draws by one seed begin with the same tokens.
                 result = await population._draw(  # noqa: SLF001 - internal to genlm
-                    settings, seed, count, take
+                    settings, checked, count, take
                 )
                 finished, dead = search.is_over, None
                 count = min(4 * count, most)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from genlm.core.model.population import Population
     from genlm.core.rows.draws import DrawnTokens
     from genlm.core.rows.row_masks import MasksLike
+    from genlm.core.rows.sampling import SeedLike
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -114,7 +115,7 @@ class Constraint(ABC):
         *,
         temperature: float = 1.0,
         bias: ArrayLike = 0.0,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> DrawnTokens:
         """Draw the next token of each member from the allowed tokens.
 

@@ -44,7 +44,7 @@ def log_mass_ratios(
     draw_logprobs: Floats,
     is_accepted: Flags,
     place: Integers64,
-    extra: Integers64,
+    extra: int,
 ) -> Floats:
     r"""Estimate the mass of the accepted tokens of N members from draws without replacement.
 
@@ -54,8 +54,8 @@ def log_mass_ratios(
         t_i = sum(q(y_j) for j < i if y_j in A) + (y_i in A) * (1 - sum(q(y_j) for j < i))
 
     has the expectation `q(A)` given the draws before: the accepted mass so far, plus the
-    remaining mass if a draw from it is accepted. The estimate is the mean of `t_i` over a
-    number of places that is fixed at place `n`. It is positive, and its expectation given `x`
+    remaining mass if a draw from it is accepted. The estimate is the mean of `t_i` over the
+    next `extra` places. It is positive, and its expectation given `x`
     is `q(A)`, so that `x` and its weight are an importance sample of `A`.
 
     The remaining mass is computed as `q(y_i)` divided by the probability with which `y_i` was
@@ -69,8 +69,8 @@ def log_mass_ratios(
         is_accepted: Whether each token is in `A`, shape `(n, k)`; arbitrary after the last
             place that the estimate uses.
         place: Place of `x` among the draws, from 0, shape `(n,)`.
-        extra: Number of places after `x` that the estimate uses, shape `(n,)`. Places after
-            the last draw have the mass of all accepted tokens.
+        extra: Number of places after `x` that the estimate uses. Places after the last draw
+            have the mass of all accepted tokens.
 
     Returns:
         Log of the estimate divided by `q(x)`, shape `(n,)`.
@@ -78,7 +78,7 @@ def log_mass_ratios(
     count = logprobs.shape[1]
     relative = logprobs - logprobs[np.arange(len(place)), place][:, None]
     after = np.arange(count) - place[:, None]
-    is_used = (after > 0) & (after <= extra[:, None])
+    is_used = (after > 0) & (after <= extra)
     with np.errstate(over="ignore", invalid="ignore"):  # of places that are not used
         accepted = np.where(is_accepted, np.exp(relative), 0.0)
         remaining = np.where(is_used & is_accepted, np.exp(relative - draw_logprobs), 0.0)
@@ -86,7 +86,7 @@ def log_mass_ratios(
     before[:, 1:] = accepted.cumsum(1)
     total = np.where(is_used, before[:, :-1] + remaining, 0.0).sum(1)
     total += (extra - is_used.sum(1)) * before[:, -1]
-    log_ratios: Floats = np.log(total / np.maximum(extra, 1))
+    log_ratios: Floats = np.log(total / extra)
     return log_ratios
 
 
@@ -96,13 +96,11 @@ class _Tests(NamedTuple):
     Attributes:
         is_accepted: Whether each draw is accepted, shape `(m, k)`; False if it is not tested.
         place: Place of the first accepted draw, shape `(m,)`; -1 if no draw is accepted.
-        extra: Number of draws after it that the estimate uses, shape `(m,)`.
         unfinished: Places, among the M members, of those that need more draws.
     """
 
     is_accepted: Flags
     place: Integers64
-    extra: Integers64
     unfinished: Integers64
 
 
@@ -124,6 +122,7 @@ class Search:
     def __init__(self, constraint: PythonConstraint, population: Population) -> None:
         self.is_cancelled = False
         self._constraint = constraint
+        self._extra = constraint.language.extra_draws
         self._tested = 0  # draws of each member that is not over
         self._needed = 0  # draws of the member that needed most of them
         states = constraint.states
@@ -144,7 +143,7 @@ class Search:
             The accepted tokens with their weights, for which `advance` is prepared; None if a
             member needs more draws.
         """
-        constraint, minimum = self._constraint, 1 + self._constraint.language.extra_draws
+        constraint, minimum = self._constraint, 1 + self._extra
         members = np.flatnonzero(~self.is_over)
         tests = self._tests(members, drawn.token_ids.numpy()[members])
         self._tested = drawn.token_ids.shape[1]
@@ -153,7 +152,8 @@ class Search:
         self._store(members, drawn, tests)
         if tests.unfinished.size:
             return None
-        first_draws = min(self._needed, _MAX_FIRST_DRAWS)
+        # A few more cost less than another round.
+        first_draws = min(self._needed + self._extra, _MAX_FIRST_DRAWS)
         columns = self._logprobs, self._log_mass, self._draw_logprobs
         accepted = DrawnTokens(
             torch.from_numpy(self._token_ids),
@@ -168,11 +168,10 @@ class Search:
         count, constraint = token_ids.shape[1], self._constraint
         is_accepted = np.zeros(token_ids.shape, np.bool_)
         place = np.full(len(members), -1)
-        extra = np.full(len(members), constraint.language.extra_draws)
         unfinished, done = np.arange(len(members)), 0
         while done < count and unfinished.size and not self.is_cancelled:
             # An estimate uses at least the first draws.
-            minimum = min(1 + constraint.language.extra_draws, count)
+            minimum = min(1 + self._extra, count)
             end = max(minimum, self._tested, done + 1)
             is_accepted[unfinished, done:end] = constraint.test_tokens(
                 members[unfinished], token_ids[unfinished, done:end], lambda: self.is_cancelled
@@ -180,15 +179,10 @@ class Search:
             done = end
             new = unfinished[(place[unfinished] < 0) & is_accepted[unfinished].any(1)]
             place[new] = is_accepted[new].argmax(1)
-            # If draws are available, the estimate uses no further round.
-            available = count - 1 - place[new]
-            extra[new] = np.where(available > 0, np.minimum(extra[new], available), extra[new])
-            is_complete = (place[unfinished] >= 0) & (
-                place[unfinished] + extra[unfinished] < done
-            )
+            is_complete = (place[unfinished] >= 0) & (place[unfinished] + self._extra < done)
             is_last = token_ids[unfinished, done - 1] < 0
             unfinished = unfinished[~(is_complete | is_last)]
-        return _Tests(is_accepted, place, extra, unfinished)
+        return _Tests(is_accepted, place, unfinished)
 
     def _store(self, members: Integers64, drawn: DrawnTokens, tests: _Tests) -> None:
         """Set the columns of members that have an accepted token and need no further draw."""
@@ -205,7 +199,7 @@ class Search:
             draw_logprobs,
             tests.is_accepted[is_drawn],
             place,
-            tests.extra[is_drawn],
+            self._extra,
         )
         accepted = np.arange(len(members)), place
         self._token_ids[members] = token_ids[accepted]

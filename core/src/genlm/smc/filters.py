@@ -19,7 +19,7 @@ from genlm.constraints.protocol import Constraint, attribute_values, checked_res
 from genlm.core.base.arrays import host_array
 from genlm.core.model.population import Population
 from genlm.core.rows.draws import DrawnTokens
-from genlm.core.rows.sampling import stream_seeds
+from genlm.core.rows.sampling import SeedStreams, stream_seeds
 from genlm.core.vocab.text import search_stop
 from genlm.smc.particles import BatchStep, ParticlesBatch
 from genlm.smc.resampling import (
@@ -89,10 +89,12 @@ class Filters:
         self._limits = np.minimum(_room(batch), max_tokens)
         self._running = self._limits > 0
         self._random = [np.random.default_rng(seed) for seed in seeds]
-        draw_seeds = [
-            stream_seeds(int(random.integers(2**63)), batch.size) for random in self._random
-        ]
-        self._draw_seeds = np.array(draw_seeds, np.int64).reshape(-1)
+        draw_seeds = [int(random.integers(2**63)) for random in self._random]
+        streams = [stream_seeds(seed, batch.size) for seed in draw_seeds]
+        # A user-defined proposal of a single filter gets an integer.
+        self._seed = (
+            draw_seeds[0] if len(batch) == 1 else SeedStreams(np.array(streams).reshape(-1))
+        )
         for random in self._random:
             # Skips the numbers with which an earlier filter resampled these particles.
             random.random(batch.population._step)  # noqa: SLF001 - internal to genlm
@@ -210,7 +212,7 @@ class Filters:
         return np.logical_and.reduce(finished, axis=1)  # type: ignore[no-any-return]
 
     async def _draw(self, population: Population) -> DrawnTokens:
-        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seeds}
+        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._seed}
         if self._bias is not None:
             bias = self._bias(population) if callable(self._bias) else self._bias
             options["bias"] = await bias if isinstance(bias, Awaitable) else bias

@@ -89,9 +89,10 @@ class BatchStep(NamedTuple):
 class History(Sequence[Step]):
     """The steps of a filter that led to some particles, in order; immutable."""
 
-    def __init__(self, steps: Sequence[BatchStep] = (), place: int = 0) -> None:
+    def __init__(self, steps: Sequence[BatchStep] = (), place: int = 0, size: int = 0) -> None:
         self._steps = steps
         self._place = place
+        self._size = size  # number of particles
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -102,7 +103,7 @@ class History(Sequence[Step]):
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Step | History:
         if isinstance(index, slice):
-            return History(self._steps[index], self._place)
+            return History(self._steps[index], self._place, self._size)
         return self._steps[index].of(self._place)
 
     @property
@@ -112,8 +113,8 @@ class History(Sequence[Step]):
         Shape `(steps, n)`, int64; the last row is 0 to n - 1.
         """
         if not self._steps:
-            return np.empty((0, 0), np.int64)
-        places = [np.arange(len(self[-1].ancestors))]
+            return np.empty((0, self._size), np.int64)
+        places = [np.arange(self._size)]
         for step in self[:0:-1]:
             places.append(step.ancestors[places[-1]])
         return np.stack(places[::-1])
@@ -128,7 +129,7 @@ class History(Sequence[Step]):
             step.token_ids[step.ancestors[places]]
             for step, places in zip(self, self.ancestry, strict=True)
         ]
-        return np.stack(columns, axis=1) if columns else np.empty((0, 0), np.int64)
+        return np.stack(columns, axis=1) if columns else np.empty((self._size, 0), np.int64)
 
     def to_pandas(self) -> DataFrame:
         """Return a table with a row for each step.
@@ -201,7 +202,7 @@ class Particles:
     @property
     def ancestors(self) -> npt.NDArray[np.int64]:
         """Index of each particle's ancestor in the previous step, shape `(n,)`, int64."""
-        return self.history[-1].ancestors
+        return self.history[-1].ancestors if self.history else np.arange(len(self))
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
@@ -209,7 +210,7 @@ class Particles:
 
         Shape `(n,)`, int64; -1 for no token.
         """
-        return self.history[-1].token_ids
+        return self.history[-1].token_ids if self.history else np.full(len(self), -1)
 
     @property
     def log_evidence(self) -> float:
@@ -239,7 +240,11 @@ class Particles:
 
     @property
     def text_weights(self) -> dict[str, float]:
-        """Sum of the normalised weights of the particles with each text, the largest first."""
+        """Sum of the normalised weights of the particles with each text, the largest first.
+
+        The texts of unfinished particles are the beginnings drawn so far. All sums are 0 if no
+        particle can be continued.
+        """
         sums: dict[str, float] = {}
         for text, weight in zip(self.texts, self.weights.tolist(), strict=True):
             sums[text] = sums.get(text, 0.0) + weight
@@ -312,7 +317,8 @@ class ParticlesBatch(Sequence[Particles]):
         population: The sequences of all filters, `size` members for each filter, in order.
         log_weights: Shape `(filters, size)`, float64; `-inf` for particles that cannot be
             continued.
-        steps: All steps of all filters; those after the last step of a filter do not change it.
+        steps: All steps of all filters. In steps after the last one of a filter, its particles
+            have token -1 and the same weights.
         step_counts: Number of steps that each filter has made, shape `(filters,)`, int64.
         llm: The model.
     """
@@ -359,7 +365,7 @@ class ParticlesBatch(Sequence[Particles]):
         begin, population = place * self.size, self.population
         if len(self) > 1:
             population = population[begin : begin + self.size]
-        history = History(self.steps[: self.step_counts[place]], place)
+        history = History(self.steps[: self.step_counts[place]], place, self.size)
         return Particles(population, self.log_weights[place], history, self.llm)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from genlm.core.base.validation import (
     checked_number,
     checked_stop,
 )
+from genlm.core.model.members import has_several
 from genlm.core.model.population import Population
 from genlm.core.rows.sampling import batch_seeds, checked_seed
 from genlm.smc.filters import Filters, checked_logs
@@ -112,6 +113,8 @@ async def steer(
         GenlmError: As `Population.draw`.
     """
     population = _initial_population(llm, prompt, size)
+    if isinstance(constraint, Sequence):
+        raise _not_a_constraint(constraint)
     filters = await _filters(
         llm,
         population,
@@ -154,7 +157,7 @@ async def batch_steer(
     """Continue several prompts, each with a particle filter, and yield the particles of all.
 
     The filters are independent: each has its own weights and evidence, is resampled by itself,
-    and draws as `steer` does with its seed, whatever the other filters are. Their particles are
+    and draws as `steer` does with its prompt and seed. Their particles are
     members of one population, so that a step of all filters takes about as long as a step of
     one filter with as many particles. This is much less than that of concurrent calls of
     `steer` if each filter has few particles. On Ray, one replica computes a population: for
@@ -164,24 +167,29 @@ async def batch_steer(
             pass
         answers = [particles.texts[particles.weights.argmax()] for particles in batch]
 
-    A filter whose particles are all finished, or have weight 0, makes no further step. The
-    iteration ends with the last filter.
+    A filter whose particles are all finished, or have weight 0, makes no further step, as
+    `steer`. The iteration ends after the last step of any filter; without prompts, it is empty.
 
     Args:
         llm: The model.
-        prompts: Token ids or `Context` of each filter; or a `Population` of the model with
-            `size` members for each filter, in order, such as that of an earlier batch.
+        prompts: Token ids or `Context` of each filter, all with one adapter; or a `Population`
+            of the model with `size` members for each filter, in order, such as that of an
+            earlier batch. Its draws continue with the random numbers after the last step of any
+            filter.
         size: Number of particles of each filter, at least 1.
         max_tokens: As `steer`. A filter whose contexts are full ends before the others.
-        log_weights: Log-weights of the first particles, shape `(filters, size)`.
-        constraint: A `Language` of all filters, a sequence of one for each filter, or a
-            `Constraint` of all particles, filter after filter. Languages that are the same
-            object share their tables.
+        log_weights: Log-weights before the first step, shape `(filters, size)`.
+        constraint: A `Language` for all filters, a sequence with a `Language` for each, or a
+            `Constraint` of all particles, filter after filter. Filters with the same object
+            share its tables.
         text: As `steer`; for all filters, or a sequence of one for each filter.
         potential: As `steer`, a function of the population of all particles, filter after
-            filter: member i belongs to filter `i // size`.
+            filter: member i belongs to filter `i // size`. Values of the members of filters
+            that have ended are ignored.
         potential_every: As `steer`.
-        bias: As `steer`, for or of this population.
+        bias: As `steer`, of all particles. A function gets the same population, in which the
+            members of filters that have ended are finished. Their contexts may be full: request
+            rows for `population[~population.finished]`.
         stop: As `steer`.
         temperature: As `steer`.
         resample_below: As `steer`.
@@ -196,6 +204,8 @@ async def batch_steer(
         GenlmError: As `Population.draw`.
     """
     population, count = _initial_populations(llm, prompts, checked_integer("size", size, 1))
+    if not count:
+        return
     if log_weights is not None:
         array = host_array(log_weights, "log_weights")
         if array.shape != (count, size):
@@ -282,7 +292,12 @@ def _initial_population(
     llm: AsyncLM, prompt: TokenIds | Population, size: int | None
 ) -> Population:
     """Return the first particles of a filter; see `steer`."""
-    if not isinstance(prompt, (Population, Particles)):
+    if not isinstance(prompt, (Population, Particles, ParticlesBatch)):
+        if has_several(prompt):
+            raise TypeError(
+                "several prompts; call batch_steer for a filter for each, or pass a Population "
+                "of the first particles of one filter"
+            )
         return llm.population(prompt, checked_integer("size", size, 1))
     population = _checked_population(llm, prompt)
     count = checked_integer("size", len(population) if size is None else size, 1)
@@ -295,7 +310,7 @@ def _initial_populations(
     llm: AsyncLM, prompts: TokenBatch | Population, size: int
 ) -> tuple[Population, int]:
     """Return the first particles of several filters, and the number of filters."""
-    if isinstance(prompts, (Population, ParticlesBatch)):
+    if isinstance(prompts, (Population, Particles, ParticlesBatch)):
         population = _checked_population(llm, prompts)
         if len(population) % size:
             raise ValueError(
@@ -348,14 +363,19 @@ async def _first_constraint(
 ) -> Constraint | None:
     """Return the constraint of the first particles."""
     size = len(batch.population)
-    if isinstance(constraint, (Language, list, tuple)):
+    if isinstance(constraint, (Language, Sequence)):
         # Another thread compiles automata and grammars for the vocabulary.
         constraint = await off_loop(_started, constraint, llm, batch, text, stop)
     elif text != b"":
         raise ValueError("text belongs to the texts of a Language; pass one as constraint")
-    if not isinstance(constraint, Constraint | None):
+    return None if constraint is None else _checked_constraint(constraint, size)
+
+
+def _checked_constraint(constraint: object, size: int) -> Constraint:
+    """Return the constraint of `size` particles before the first step."""
+    if not isinstance(constraint, Constraint):
         raise _not_a_constraint(constraint)
-    if constraint is not None and len(constraint) != size:
+    if len(constraint) != size:
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     return constraint
 
@@ -374,17 +394,19 @@ def _started(
         if isinstance(languages, Language)
         else _for_each("constraint", languages, count)
     )
-    all_texts = (
-        _for_each("text", texts, count) if isinstance(texts, (list, tuple)) else [texts] * count
-    )
+    is_one = isinstance(texts, (bytes, bytearray, str))
+    all_texts = [texts] * count if is_one else _for_each("text", texts, count)
     filters_of: dict[tuple[int, bytes], list[int]] = {}
     for place, (language, text) in enumerate(zip(all_languages, all_texts, strict=True)):
         if not isinstance(language, Language):
             raise _not_a_constraint(language)
         check_text(text)
-        filters_of.setdefault((id(language), bytes(text)), []).append(place)
+        filters_of.setdefault((id(language), bytes(cast("bytes", text))), []).append(place)
     parts = [
-        all_languages[places[0]].start(llm, len(places) * size, text=text, stop=stop)
+        _checked_constraint(
+            all_languages[places[0]].start(llm, len(places) * size, text=text, stop=stop),
+            len(places) * size,
+        )
         for (_, text), places in filters_of.items()
     ]
     if len(parts) == 1:

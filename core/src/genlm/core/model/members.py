@@ -320,7 +320,7 @@ def initial_members(
         if getattr(sequences, "ndim", 1) == 2:  # numpy and torch
             sequences = [ids[ids != NO_TOKEN] for ids in cast("Iterable[Any]", sequences)]
         parts = map_batch(lambda prompt: requests.context_parts(prompt, lora_name), sequences)
-    elif _has_several(prompts):
+    elif has_several(prompts):
         raise TokenTypeError(
             "several: pass them without `size`, one for each member",
             "`prompts` with `size`",
@@ -341,7 +341,7 @@ def initial_members(
     return generation, places, name, adapter
 
 
-def _has_several(prompts: Any) -> bool:
+def has_several(prompts: Any) -> bool:
     """Whether an argument is a list of sequences, or an array of rows."""
     if isinstance(prompts, (list, tuple)) and prompts:
         return is_sequence_like(prompts[0]) and not isinstance(prompts[0], (str, bytes))

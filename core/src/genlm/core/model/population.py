@@ -19,7 +19,7 @@ from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.logits import invalid_rows
 from genlm.core.rows.row_masks import MasksLike
-from genlm.core.rows.sampling import checked_seeds, member_seeds, uniforms
+from genlm.core.rows.sampling import SeedLike, checked_seeds, member_seeds, uniforms
 
 
 class SampledTokens(NamedTuple):
@@ -96,7 +96,7 @@ class Population(MemberScores):
         top_p: float | None = None,
         min_p: float | None = None,
         rows: torch.Tensor | None = None,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> DrawnTokens:
         """Draw the next token of each member.
 
@@ -130,9 +130,9 @@ class Population(MemberScores):
             rows: Log-probabilities in place of the model's, which are then not computed:
                 shape `(n, vocab_size)`, on any device, such as the result of
                 `next_token_logprobs`.
-            seed: Random seed; None for fresh randomness. Or the seed of each member's random
-                numbers, integers of shape `(n,)` from 0 to 2**63 - 1, which then do not depend
-                on the index of the member: `seed=s` stands for `stream_seeds(s, n)`.
+            seed: Random seed; None for fresh randomness. Or one seed for each member, integers
+                below 2**63 of shape `(n,)`: each member then draws as the only member of a
+                population with this seed, and its random numbers do not depend on its index.
 
         Returns:
             Tokens and their log-probabilities. A member without an allowed token gets token
@@ -167,7 +167,7 @@ class Population(MemberScores):
         temperature: ArrayLike = 1.0,
         bias: ArrayLike = 0.0,
         rows: torch.Tensor | None = None,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> DrawnTokens:
         """Draw `k` different next tokens of each member, one after the other.
 
@@ -223,7 +223,7 @@ class Population(MemberScores):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        seed: int | ArrayLike | None = None,
+        seed: SeedLike = None,
     ) -> SampledTokens:
         """Draw up to `max_tokens` tokens for each member that is not finished.
 
@@ -301,7 +301,7 @@ class Population(MemberScores):
     async def _draw(
         self,
         settings: DrawSettings,
-        seed: int | ArrayLike | None,
+        seed: SeedLike,
         count: int | None = None,
         then: Callable[[DrawnTokens], Any] = lambda drawn: drawn,
     ) -> Any:
@@ -323,7 +323,7 @@ class Population(MemberScores):
         self,
         rows: torch.Tensor | np.ndarray[Any, Any],
         settings: DrawSettings,
-        seed: int | ArrayLike | None,
+        seed: SeedLike,
         count: int | None = None,
     ) -> DrawnTokens:
         """Draw as `_draw` for the active members from log-probabilities of all members."""

@@ -128,8 +128,8 @@ class SampleMethods:
 
         `Population.sample` also returns their log-probabilities. Every continuation has a
         separate random stream: continuations of equal prompts are independent, and continuation
-        i does not depend on the number of prompts. In place of one seed, `seed` may be a
-        sequence with the seed of each continuation, which is then that of `sample` with it.
+        i does not depend on the number of prompts. `seed` may also be a sequence with one seed
+        for each prompt: continuation i is then that of `sample(prompts[i], seed=seed[i])`.
         """
         prompts = list(checked_batch(prompts))
         options = self._sample_options(max_tokens, stop, temperature, top_k, top_p, min_p)

@@ -27,7 +27,6 @@ from genlm.core.base.validation import checked_integer, is_sequence_like
 from genlm.core.rows.draws import batch_draw
 from genlm.core.rows.row_weights import RowWeights
 
-Integers64: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
@@ -40,41 +39,64 @@ def checked_seed(seed: Any) -> int:
     return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
 
 
-def checked_seeds(seed: Any, count: int) -> int | Integers64:
-    """Return a seed as `checked_seed` does, or the seeds of `count` members.
+class SeedStreams:
+    """The random streams of the members of a population, in the place of seeds.
+
+    Args:
+        seeds: Seed of the stream of each member, as of `stream_seeds`, shape `(n,)`.
+    """
+
+    def __init__(self, seeds: npt.NDArray[np.integer]) -> None:
+        self.seeds = seeds.astype(np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, members: Any) -> SeedStreams:
+        return SeedStreams(self.seeds[members])
+
+
+SeedLike: TypeAlias = "int | npt.ArrayLike | torch.Tensor | SeedStreams | None"
+"""A seed of all members, or one for each: arguments of the draws of populations."""
+
+
+def checked_seeds(seed: SeedLike, count: int) -> int | SeedStreams:
+    """Return a seed as `checked_seed` does, or the streams of `count` members with a seed each.
 
     Raises:
-        ValueError: A seed is out of range, or there is not one for each member.
+        ValueError: A seed is negative, or there is not one for each member.
         TypeError: A seed is not an integer.
     """
     if not is_sequence_like(seed):
         return checked_seed(seed)
-    seeds = host_array(seed, "seed")
+    seeds = seed.seeds if isinstance(seed, SeedStreams) else host_array(seed, "seed")
     if seeds.dtype.kind not in "iu" and seeds.size:
         raise TypeError(f"seed has values of type {seeds.dtype}; expected integers")
     if seeds.shape != (count,):
         raise ValueError(
             f"seeds of shape {seeds.shape} for {count} members; pass one seed, or one for each"
         )
-    if count and not 0 <= np.minimum.reduce(seeds) <= np.maximum.reduce(seeds) < 2**63:
-        raise ValueError(
-            f"seeds from {seeds.min()} to {seeds.max()}; expected 0 to 2**63 - 1, such as the "
-            f"result of stream_seeds"
-        )
-    return seeds.astype(np.int64)  # the array may change before the draw
+    if isinstance(seed, SeedStreams):
+        return seed
+    if count and np.minimum.reduce(seeds) < 0:
+        raise ValueError(f"a seed is {seeds.min()}; it must be 0 or more")
+    # The streams of `stream_seeds(seed, 1)`, of each seed.
+    return SeedStreams(_outputs(_outputs(_words(seeds), 0), 0) >> np.uint64(1))
 
 
-def member_seeds(seed: int | Integers64, members: npt.NDArray[np.integer]) -> _Words:
+def member_seeds(seed: int | SeedStreams, members: npt.NDArray[np.integer]) -> _Words:
     """Return the seeds of the streams of members, shape `(n,)`.
 
     Args:
         seed: As `uniforms`.
         members: Indices of the members, shape `(n,)`.
     """
-    if isinstance(seed, int):
-        outputs = _outputs(np.uint64(_key(seed)), members)
-        return outputs >> np.uint64(1)  # engines take signed 64 bits
-    return _words(seed[members])
+    if isinstance(seed, SeedStreams):
+        words: _Words = seed.seeds[members]
+        return words
+    words = _outputs(np.uint64(_key(seed)), members)
+    words >>= np.uint64(1)  # engines take signed 64 bits
+    return words
 
 
 def seed_word(seed: int) -> int:
@@ -139,7 +161,7 @@ def stream_uniforms(
 
 
 def uniforms(
-    seed: int | Integers64,
+    seed: int | SeedStreams,
     members: npt.NDArray[np.integer],
     steps: int | npt.NDArray[np.integer],
     count: int | None = None,
@@ -151,8 +173,8 @@ def uniforms(
     members.
 
     Args:
-        seed: An integer, 0 or more, of any size; or the seed of the stream of each member of
-            the population, in place of `stream_seeds`.
+        seed: An integer, 0 or more, of any size; or the streams of all members, in place of
+            those of `stream_seeds`.
         members: Indices of the members, shape `(n,)`.
         steps: Step of each member, from 0, shape `(n,)`, or one step for all.
         count: Number of random numbers per member; the first equals the number without

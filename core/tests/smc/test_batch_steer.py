@@ -511,7 +511,14 @@ def test_arguments_that_batch_steer_cannot_use_are_refused(llm, make_model):
             {"constraint": deque([LATER, None, LATER, None, None])},
         ),
         "text has length 1 for 5": (ValueError, {"constraint": LATER, "text": [b""]}),
-        "texts of languages are bytes": (TypeError, {"constraint": LATER, "text": "a"}),
+        "text='a'; texts of languages are bytes": (
+            TypeError,
+            {"constraint": LATER, "text": "a"},
+        ),
+        "text=None; texts of languages are bytes": (
+            TypeError,
+            {"constraint": LATER, "text": None},
+        ),
         "text belongs to the texts of a Language": (ValueError, {"text": [b""] * 5}),
         "a constraint of 3 members for 10 particles": (ValueError, {"constraint": NoTwo(3)}),
         r"log_weights has shape \(10,\); expected \(5, 2\)": (

@@ -635,7 +635,7 @@ def test_a_population_of_finished_members_is_logged_and_its_sequences_continue(l
     finished = finished.finish([False, True])
     [particles] = steer_sync(llm, finished, max_tokens=2, stop=(), seed=0)
     assert particles.population.lengths.tolist() == [1, 2]
-    assert "all 2 members of the population are finished" in caplog.text
+    assert caplog.text.count("all 2 members of the population are finished") == 1
     *_, particles = steer_sync(llm, finished.resume(), max_tokens=2, stop=(), seed=0)
     assert particles.population.lengths.tolist() == [3, 4]
 
@@ -947,6 +947,10 @@ def test_arguments_that_steer_cannot_use_are_refused(llm):
             {"constraint": Automaton.regex("a+"), "text": "a"},
         ),
         "texts of a Language": (ValueError, {"text": b"a"}),
+        r"text=\[b''\]; texts of languages are bytes": (
+            TypeError,
+            {"constraint": Automaton.regex("a+"), "text": [b""]},
+        ),
         "max_tokens=-1; it must be 0": (ValueError, {"max_tokens": -1}),
         "max_tokens='3'; expected an integer": (TypeError, {"max_tokens": "3"}),
         "seed=-1; it must be 0": (ValueError, {"seed": -1}),

@@ -42,8 +42,8 @@ Integers64: TypeAlias = npt.NDArray[np.int64]
 class Filters:
     """Particle filters of the same number of particles, and what their next step depends on.
 
-    The particles of a filter do not depend on the other filters: the draws and the ancestors of
-    each filter have random numbers of its own.
+    The particles of a filter do not depend on the other filters: the random numbers of its
+    draws and ancestors are derived from its seed.
 
     Args:
         batch: The particles before the first step.

@@ -242,6 +242,5 @@ def _normalise(log_weights: LogWeights) -> Floats:
             f"expected log-weights that are finite or -inf, at least one finite; found a "
             f"maximum of {largest}"
         )
-    weights: Floats = np.exp(logs - largest)
-    weights /= weights.sum()
-    return weights
+    weights, _ = RelativeWeights.of(logs)
+    return weights / weights.sum()

@@ -115,7 +115,11 @@ async def steer(
     population = _initial_population(llm, prompt, size)
     if isinstance(constraint, Sequence):
         raise _not_a_constraint(constraint)
-    filters = await _filters(
+    check_text(text)
+    if log_weights is not None:
+        logs = checked_logs(log_weights, np.ones(len(population), bool), "log_weights")
+        log_weights = np.broadcast_to(logs, (1, len(population)))
+    batches = batch_steer(
         llm,
         population,
         len(population),
@@ -129,9 +133,10 @@ async def steer(
         stop=stop,
         temperature=temperature,
         resample_below=resample_below,
-        seeds=[checked_seed(seed)],
+        seed=[checked_seed(seed)],
+        progress=progress,
     )
-    async with contextlib.aclosing(filters.run(progress=progress)) as batches:
+    async with contextlib.aclosing(batches):
         async for batch in batches:
             yield batch[0]
 
@@ -157,11 +162,11 @@ async def batch_steer(
     """Continue several prompts, each with a particle filter, and yield the particles of all.
 
     The filters are independent: each has its own weights and evidence, is resampled by itself,
-    and draws as `steer` does with its prompt and seed. Their particles are
-    members of one population, so that a step of all filters takes about as long as a step of
-    one filter with as many particles. This is much less than that of concurrent calls of
-    `steer` if each filter has few particles. On Ray, one replica computes a population: for
-    several replicas, call `batch_steer` concurrently for a part of the prompts each.
+    and draws as `steer` does with its prompt and seed. Their particles are members of one
+    population, so a step of all filters takes about as long as a step of one filter with as
+    many particles, and much less time than concurrent calls of `steer` if each filter has few
+    particles. On Ray, one replica computes a population: for several replicas, call
+    `batch_steer` concurrently, each for a part of the prompts.
 
         async for batch in genlm.smc.batch_steer(llm, prompts, 10, max_tokens=40, seed=0):
             pass
@@ -206,6 +211,13 @@ async def batch_steer(
     population, count = _initial_populations(llm, prompts, checked_integer("size", size, 1))
     if not count:
         return
+    llm._requests.adapter_of(population, None)  # noqa: SLF001 - checks that it is of this model
+    if population.finished.all():
+        logger.warning(
+            "all %d members of the population are finished and draw no token; "
+            "population.resume() continues them",
+            len(population),
+        )
     if log_weights is not None:
         array = host_array(log_weights, "log_weights")
         if array.shape != (count, size):
@@ -214,49 +226,6 @@ async def batch_steer(
                 f"for each particle of each filter"
             )
         log_weights = array.reshape(-1)
-    filters = await _filters(
-        llm,
-        population,
-        size,
-        max_tokens=max_tokens,
-        log_weights=log_weights,
-        constraint=constraint,
-        text=text,
-        potential=potential,
-        potential_every=potential_every,
-        bias=bias,
-        stop=stop,
-        temperature=temperature,
-        resample_below=resample_below,
-        seeds=batch_seeds(seed, count, "filters"),
-    )
-    async with contextlib.aclosing(filters.run(progress=progress)) as batches:
-        async for batch in batches:
-            yield batch
-
-
-steer_sync = blocking_iterator(steer)
-batch_steer_sync = blocking_iterator(batch_steer)
-
-
-async def _filters(
-    llm: AsyncLM,
-    population: Population,
-    size: int,
-    *,
-    max_tokens: int,
-    log_weights: LogWeights | None,
-    constraint: Language | Sequence[Language] | Constraint | None,
-    text: bytes | Sequence[bytes],
-    potential: Potential | None,
-    potential_every: int,
-    bias: Bias | None,
-    stop: Stop | None,
-    temperature: float,
-    resample_below: float,
-    seeds: Sequence[int],
-) -> Filters:
-    """Check the arguments of `steer` or `batch_steer`, and return the filters before a step."""
     if not 0 <= checked_number("resample_below", resample_below) <= 1:
         raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
     batch = _first_particles(llm, population, size, log_weights)
@@ -273,7 +242,7 @@ async def _filters(
         raise TypeError(f"stop={stop!r}; texts of languages end with token ids, not texts")
     ends = np.array(sorted(stop_ids), np.int64)
     language_stop = None if stop is None else ends
-    return Filters(
+    filters = Filters(
         batch,
         await _first_constraint(constraint, llm, batch, text, language_stop),
         potential,
@@ -284,8 +253,15 @@ async def _filters(
         temperature=temperature,
         resample_below=resample_below,
         potential_every=checked_integer("potential_every", potential_every, 1),
-        seeds=seeds,
+        seeds=batch_seeds(seed, count, "filters"),
     )
+    async with contextlib.aclosing(filters.run(progress=progress)) as batches:
+        async for batch in batches:
+            yield batch
+
+
+steer_sync = blocking_iterator(steer)
+batch_steer_sync = blocking_iterator(batch_steer)
 
 
 def _initial_population(
@@ -299,7 +275,7 @@ def _initial_population(
                 "of the first particles of one filter"
             )
         return llm.population(prompt, checked_integer("size", size, 1))
-    population = _checked_population(llm, prompt)
+    population = _checked_population(prompt)
     count = checked_integer("size", len(population) if size is None else size, 1)
     if count != len(population):
         raise ValueError(f"a population of {len(population)} members for {count} particles")
@@ -311,7 +287,7 @@ def _initial_populations(
 ) -> tuple[Population, int]:
     """Return the first particles of several filters, and the number of filters."""
     if isinstance(prompts, (Population, Particles, ParticlesBatch)):
-        population = _checked_population(llm, prompts)
+        population = _checked_population(prompts)
         if len(population) % size:
             raise ValueError(
                 f"a population of {len(population)} members for filters of {size} particles; "
@@ -323,19 +299,12 @@ def _initial_populations(
     return population[np.repeat(np.arange(len(population)), size)], len(population)
 
 
-def _checked_population(llm: AsyncLM, prompt: object) -> Population:
-    """Return the population of a model with which filters begin."""
+def _checked_population(prompt: object) -> Population:
+    """Return a population with which filters begin."""
     if not isinstance(prompt, Population):
         raise TypeError(
             f"prompt is {type(prompt).__name__}; to continue a filter, pass "
             f"particles.population and log_weights=particles.log_weights"
-        )
-    llm._requests.adapter_of(prompt, None)  # noqa: SLF001 - checks that it is of this model
-    if len(prompt) and prompt.finished.all():
-        logger.warning(
-            "all %d members of the population are finished and draw no token; "
-            "population.resume() continues them",
-            len(prompt),
         )
     return prompt
 
@@ -394,8 +363,8 @@ def _started(
         if isinstance(languages, Language)
         else _for_each("constraint", languages, count)
     )
-    is_one = isinstance(texts, (bytes, bytearray, str))
-    all_texts = [texts] * count if is_one else _for_each("text", texts, count)
+    are_several = isinstance(texts, Sequence) and not isinstance(texts, (bytes, bytearray, str))
+    all_texts = _for_each("text", texts, count) if are_several else [texts] * count
     filters_of: dict[tuple[int, bytes], list[int]] = {}
     for place, (language, text) in enumerate(zip(all_languages, all_texts, strict=True)):
         if not isinstance(language, Language):

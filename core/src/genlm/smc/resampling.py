@@ -242,5 +242,6 @@ def _normalise(log_weights: LogWeights) -> Floats:
             f"expected log-weights that are finite or -inf, at least one finite; found a "
             f"maximum of {largest}"
         )
-    weights, _ = RelativeWeights.of(logs)
-    return weights / weights.sum()
+    weights = RelativeWeights.of(logs).values
+    weights /= weights.sum()
+    return weights

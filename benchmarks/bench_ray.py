@@ -1,6 +1,6 @@
 """What is the throughput of replicas on Ray, and what is their overhead?
 
-    python benchmarks/bench_ray.py [limit] [rows] [tokens] [front] [kill] [--save]
+    python benchmarks/bench_ray.py [limit] [rows] [tokens] [populations] [front] [kill] [--save]
 
 Each replica computes on one thread, on a machine with two cores that the driver shares. Half a
 population takes more than half the time, so the limit is below twice the rows.
@@ -12,6 +12,9 @@ population takes more than half the time, so the limit is below twice the rows.
   against one, and against two with round-robin routing.
 - `tokens`: total number of computed tokens, with resampling every 4 steps. One replica
   computes each token once.
+- `populations`: rows a second of populations (`llm.population`) of 64, 200 and 1,000, with draws
+  and resampling every 4 steps: on hf in this process, one replica, two of which one computes the
+  population, and two.
 - `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on
   a no-op engine, 1,000 concurrent, as it is and after `gc.freeze()`.
 - `kill`: time to complete 1,000 requests, with and without one of two replicas killed
@@ -33,17 +36,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from particle_model import VOCAB_SIZE, prompt_of, save_model
 from report import print_report
 
 import genlm
 from genlm.plugin import refresh
+from genlm_ray import division
 from genlm_ray.engine import RayEngine
 from genlm_ray.router import RoutedQuery, Router, row_count
 
 POPULATION, PROMPT, STEPS, EVERY = 64, 256, 32, 4
 CONCURRENT = 1000
+POPULATION_STEPS = {64: 68, 200: 36, 1000: 20}
+"""Numbers of steps by the size of a population."""
+
 ROUNDS = 3
 CLUSTER = {"num_cpus": 2, "object_store_memory": 500 * 2**20}
 
@@ -125,6 +133,56 @@ async def particles(llm: Any, seed: int, every: int, count: int = POPULATION) ->
             population = [population[i] for i in chosen]
         population = [one.extend(generator.randrange(VOCAB_SIZE)) for one in population]
     return rows / (time.perf_counter() - began)
+
+
+async def population(llm: Any, seed: int, count: int) -> float:
+    """Rows a second of the draws of a population after the first steps."""
+    generator = np.random.default_rng(seed)
+    prompt = [int(generator.integers(VOCAB_SIZE)), *prompt_of(PROMPT)[1:]]
+    members, steps, rows = llm.population(prompt, count), POPULATION_STEPS[count], 0
+    began = 0.0
+    for step in range(steps):
+        if step == 4:
+            began = time.perf_counter()
+        drawn = await members.draw(seed=seed)
+        members = members.extend(drawn.token_ids)
+        rows += count if step >= 4 else 0
+        if step % EVERY == EVERY - 1:
+            weights = generator.exponential(size=count)
+            members = members[
+                np.sort(generator.choice(count, count, p=weights / weights.sum()))
+            ]
+    return rows / (time.perf_counter() - began)
+
+
+def bench_populations(model: str) -> None:
+    """Rows a second of populations, in turn."""
+    for count in POPULATION_STEPS:
+        samples: dict[str, list[float]] = {}
+
+        def measure(name: str, llm: Any, count: int = count, samples: Any = samples) -> None:
+            for seed in range(ROUNDS + 1):
+                speed = asyncio.run(population(llm, seed, count))
+                if seed:  # the first round warms up
+                    samples.setdefault(name, []).append(speed)
+
+        options = options_of("hf")
+        with genlm.load_model(model, "hf", output_cache=genlm.OutputCache(0), **options) as llm:
+            measure("hf in this process", llm)
+        with replicas(model, 1) as llm:
+            measure("1 replica", llm)
+        with replicas(model, 2) as llm:
+            measure("2 replicas", llm)
+            smallest, division.MIN_ROWS = division.MIN_ROWS, count
+            measure("2 replicas, undivided", llm)
+            division.MIN_ROWS = smallest
+        base = sum(samples["1 replica"])
+        print(f"\npopulation of {count}")
+        print_report(
+            "ray", samples, unit="rows/s",
+            ratios={name: sum(values) / base for name, values in samples.items()},
+            extra={"question": "populations", "population": count, "prompt": PROMPT},
+        )  # fmt: skip
 
 
 def computed(llm: Any) -> float:
@@ -285,7 +343,7 @@ async def killed(
 
 def main() -> None:
     wanted = [each for each in sys.argv[1:] if not each.startswith("-")]
-    wanted = wanted or ["limit", "rows", "tokens", "front", "kill"]
+    wanted = wanted or ["limit", "rows", "tokens", "populations", "front", "kill"]
     if "front" in wanted:  # first: its engine must be known to the cluster when that starts
         bench_front()
     with tempfile.TemporaryDirectory() as folder:
@@ -296,6 +354,8 @@ def main() -> None:
             bench_population(folder, 0)
         if "tokens" in wanted:
             bench_population(folder, EVERY)
+        if "populations" in wanted:
+            bench_populations(folder)
         if "kill" in wanted:
             bench_kill(folder)
 

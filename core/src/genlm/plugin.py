@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.plugins.spec import hookimpl as hookimpl
     from genlm.core.queries.generations import Generation as Generation
     from genlm.core.queries.generations import Lineage as Lineage
+    from genlm.core.queries.generations import Source as Source
     from genlm.core.queries.member_states import MemberStates as MemberStates
     from genlm.core.queries.query import Completion as Completion
     from genlm.core.queries.query import GroupQuery as GroupQuery
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
     from genlm.core.queries.sequence import pack_sequences as pack_sequences
     from genlm.core.rows.group_reductions import Rows as Rows
+    from genlm.core.rows.groups import Columns as Columns
     from genlm.core.rows.groups import GroupWork as GroupWork
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import moved as moved

@@ -117,7 +117,7 @@ class Transport:
 
     def _unsendable_output(self, output: Any, error: Exception) -> object:
         message = (
-            f"{type(output).__name__} cannot be sent to {self._process}: "
+            f"{_kind(output).__name__} cannot be sent to {self._process}: "
             f"{describe_error(error)}"
         )
         return _undeliverable(message, isinstance(output, GroupReduction))

@@ -114,6 +114,10 @@ class Driver:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
 
+    def sessions(self) -> frozenset[int]:
+        """Return the sessions of the replicas that are up."""
+        return frozenset(self._up)
+
     def close(self, groups: Sequence[PlacementGroup] = ()) -> None:
         """End private replicas and detach from served replicas, unless the cluster is lost.
 

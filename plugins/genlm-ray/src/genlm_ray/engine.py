@@ -6,6 +6,7 @@ the driver assigns the queries to replicas and receives their completions.
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_ray import cluster, serving
+from genlm_ray.divider import Divider
 from genlm_ray.driver import Driver
 from genlm_ray.link import Configuration, counts
 from genlm_ray.router import AnyQuery, Router
@@ -130,6 +132,9 @@ class RayEngine:
             load_timeout_s=load_timeout_s,
             max_in_flight=max_in_flight,
         )
+        self._divider = Divider(
+            self.driver.sessions, functools.partial(self.driver.schedule, self.driver.abort)
+        )
         try:
             self._describe(self.driver.run(self.driver.start()))
         except BaseException:
@@ -152,10 +157,7 @@ class RayEngine:
     # -- the protocol of engines ------------------------------------------------------
 
     def submit(self, query: AnyQuery) -> None:
-        """Accept a query, which the next step passes to the driver.
-
-        The query of a population is computed by one replica.
-        """
+        """Accept a query, which the next step passes to the driver."""
         self._submitted.append(query)
 
     submit_group = submit
@@ -172,12 +174,12 @@ class RayEngine:
         while not self._finished.empty():
             completions = completions + self._finished.get()
         self.driver.raise_if_dead()
-        return completions
+        return self._divider.join(completions)
 
     def _send_submitted(self) -> None:
         if self._submitted:
             submitted, self._submitted = self._submitted, []
-            self.driver.schedule(self.driver.submit, submitted)
+            self.driver.schedule(self.driver.submit, self._divider.divide(submitted))
 
     def wake(self) -> None:
         """Make a waiting step return. May be called from any thread."""
@@ -186,7 +188,7 @@ class RayEngine:
     def abort(self, query_id: int) -> None:
         """Drop a query, also in its replica."""
         self._send_submitted()
-        self.driver.schedule(self.driver.abort, query_id)
+        self._divider.abort(query_id)
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Make the replicas release a context that the program has dropped."""

@@ -22,16 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from genlm.plugin import GroupQuery, Query, TokenSequence, Turns
-from genlm_ray.wire import PlacedGeneration
+from genlm_ray.division import TOKEN_COST
+from genlm_ray.wire import holder_of
 
 AnyQuery = Query | GroupQuery
 
 ContextKey = tuple[str | None, bytes]
 """Adapter and complete key of a sequence: sequences with equal hashes must not share rows."""
-
-TOKEN_COST = 0.25
-"""Cost of computing a prompt token, in rows. The tokens of a prompt share matrix products, so
-engines compute them at several times the rate of rows."""
 
 MIN_SHARED_QUERIES = 8
 """Minimum number of queries of a batch that continue the same context for the context to be a
@@ -319,17 +316,8 @@ class Router:
             idlest = min(room, key=self.work.__getitem__)
         rows = routed.cost = row_count(routed.query)
         if isinstance(routed.query, GroupQuery):
-            root = routed.query.generation.root
-            sizes = [
-                (1, root.state),
-                *((len(s.places), s.generation.state) for s in root.joined),
-            ]
-            holders = [
-                (size, state.session)
-                for size, state in sizes
-                if isinstance(state, PlacedGeneration) and state.session in self.work
-            ]
-            return max(holders)[1] if holders else idlest
+            holder = holder_of(routed.query.generation, self.work)
+            return idlest if holder is None else holder
         context, parent = routed.context, routed.parent
         assert context is not None  # noqa: S101 - only populations have none
         holder = self._find_holder(parent, idlest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -139,6 +139,23 @@ class PlacedGeneration:
 
     def __del__(self) -> None:
         self._dropped.append(self.number)
+
+
+def holder_of(generation: Generation, sessions: Container[int]) -> int | None:
+    """Return the session that has the state of most of the sequences, None if none has any.
+
+    Args:
+        generation: The generation.
+        sessions: Sessions of replicas that are up.
+    """
+    root = generation.root
+    states = [(1, root.state), *((len(s.places), s.generation.state) for s in root.joined)]
+    held = [
+        (size, state.session)
+        for size, state in states
+        if isinstance(state, PlacedGeneration) and state.session in sessions
+    ]
+    return max(held)[1] if held else None
 
 
 def pack_group(

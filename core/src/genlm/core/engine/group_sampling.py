@@ -76,6 +76,22 @@ class GroupSampling:
         numbers = stream_uniforms(self.seeds[members], [self.step + token])
         return DrawColumns(self.weights.of(members), numbers)
 
+    def of(self, members: Integers64, places: Integers64) -> GroupSampling:
+        """Return the parameters of some members.
+
+        Args:
+            members: Indices of members, shape `(m,)`.
+            places: `places` of the result, shape `(m,)`.
+        """
+        return dataclasses.replace(
+            self,
+            places=places,
+            finished=self.finished[members],
+            max_tokens=self.max_tokens[members],
+            weights=self.weights.of(members),
+            seeds=self.seeds[members],
+        )
+
 
 class SampledGroup(NamedTuple):
     """The result of a group query with `sampling`.

@@ -315,6 +315,40 @@ class GroupReduction(abc.ABC):
         del logits, row_of, members
         return None
 
+    def of(self, members: Integers64) -> GroupReduction:
+        """Return the reduction of some members, for engines that divide groups.
+
+        Args:
+            members: Indices of members in the columns of this object, shape `(m,)`; they are
+                the members 0 to m - 1 of the result.
+
+        Returns:
+            By default a reduction that calls this one, and thus contains the columns of all
+            members.
+        """
+        return _MembersOf(self, members)
+
+
+class _MembersOf(GroupReduction):
+    """A reduction of some members of another one."""
+
+    def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
+        self.reduction = reduction
+        self._members = members
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Call the other reduction."""
+        return self.reduction.compute(rows, row_of, members.new_tensor(self._members)[members])
+
+    def compute_from_logits(
+        self, logits: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Call the other reduction."""
+        chosen = members.new_tensor(self._members)[members]
+        return self.reduction.compute_from_logits(logits, row_of, chosen)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupQuery:

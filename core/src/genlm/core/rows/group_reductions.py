@@ -13,7 +13,7 @@ import torch
 from genlm.core.base.error_handling import errors_of, result_count_error
 from genlm.core.base.errors import EvaluationError
 from genlm.core.base.forking import cached_property
-from genlm.core.queries.generations import is_identity
+from genlm.core.queries.generations import Integers64, is_identity
 from genlm.core.queries.query import GroupReduction, Reduction
 from genlm.core.rows.device_rows import draw_on_device, has_kernels
 from genlm.core.rows.draws import (
@@ -94,6 +94,10 @@ class ScoreColumns(JoinableReduction):
         logprobs = rows[places, moved(self.token_ids[members], rows.device)]
         return logprobs, logprobs >= rows.amax(-1)[places]
 
+    def of(self, members: Integers64) -> ScoreColumns:
+        """Return the scores of some members."""
+        return ScoreColumns(self.token_ids[members])
+
 
 class TokenColumns(GroupReduction):
     """The log-probabilities of some tokens: one column, shape `(n, k)`, float32.
@@ -112,6 +116,10 @@ class TokenColumns(GroupReduction):
         ids = moved(self.token_ids[members], rows.device)
         logprobs = rows[moved(row_of, rows.device)[:, None], ids.clamp(min=0)]
         return (logprobs.masked_fill(ids < 0, 0.0),)
+
+    def of(self, members: Integers64) -> TokenColumns:
+        """Return the log-probabilities of some members."""
+        return TokenColumns(self.token_ids[members])
 
 
 class TopColumns(GroupReduction):
@@ -263,6 +271,10 @@ class MassColumns(_WeightedReduction):
         drawn = self._draw_on_device(logits, row_of, members, zeros)
         return None if drawn is None else (drawn.log_mass,)
 
+    def of(self, members: Integers64) -> MassColumns:
+        """Return the masses of some members."""
+        return MassColumns(self.weights.of(members))
+
 
 class DrawLogprobColumns(_WeightedReduction):
     """The log-probabilities with which tokens are drawn, and the log-mass of each member.
@@ -291,6 +303,10 @@ class DrawLogprobColumns(_WeightedReduction):
         )
         places = order.argsort().to(rows.device)
         return tuple(column[places] for column in columns)
+
+    def of(self, members: Integers64) -> DrawLogprobColumns:
+        """Return the log-probabilities of some members."""
+        return DrawLogprobColumns(self.weights.of(members), self.token_ids[members])
 
 
 class DrawColumns(_WeightedReduction, JoinableReduction):
@@ -373,3 +389,7 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
             return None
         set_of = row_of if sets.set_of is None else sets.set_of
         return draw_from_logits(logits, uniforms, set_of, sets.weights.masks)
+
+    def of(self, members: Integers64) -> DrawColumns:
+        """Return the draws of some members."""
+        return DrawColumns(self.weights.of(members), self.uniforms[members])

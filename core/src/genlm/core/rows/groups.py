@@ -49,7 +49,8 @@ def compute_columns(
             entry for each member.
     """
     compute = reduction.compute_from_logits if are_logits else reduction.compute
-    name = f"{type(reduction).__name__}.{compute.__name__}"
+    kind = type(getattr(reduction, "reduction", reduction))  # of a reduction that it contains
+    name = f"{kind.__name__}.{compute.__name__}"
     columns: Any  # of a user's function, which may return anything
     with errors_of(name):
         columns = compute(values, torch.from_numpy(row_of), torch.from_numpy(members))

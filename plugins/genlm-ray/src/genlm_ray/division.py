@@ -1,0 +1,244 @@
+"""`Division`: the sequences of a population in parts, each of which one replica computes.
+
+A part is a generation of its own. The next generation of a population extends the parts of the
+generation before it, so each sequence is computed by the replica that has its prefix::
+
+    sequences of a generation      0  1  2  3  4  5
+    part_of                        0  0  0  1  1  1
+    places                         0  1  2  0  1  2
+
+    the next one: ancestors        0  1  1  2  2  4
+    part_of                        0  0  0  0  0  1
+    places                         0  1  2  3  4  0
+
+Resampling thus makes some parts larger than others, and a request takes longer by the rows of
+the largest part that exceed an equal share. When the sum of these rows reaches the cost of
+computing the prefixes of some sequences again, in other replicas, all sequences are assigned to
+parts anew. The rows that exceed equal shares and the recomputed tokens then cost at most twice
+as much as if the best time had been known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.plugin import Generation, Lineage, Source
+from genlm_ray.wire import holder_of
+
+_Integers64 = npt.NDArray[np.int64]
+
+TOKEN_COST = 0.25
+"""Cost of computing a prompt token, in rows. The tokens of a prompt share matrix products, so
+engines compute them at several times the rate of rows."""
+
+MIN_ROWS = 32
+"""Minimum number of rows of a part, on average."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """The parts of a generation; its state in the driver.
+
+    Attributes:
+        parts: Generations of a part of the sequences each.
+        part_of: Index of the part of each sequence, shape `(n,)`.
+        places: Index of each sequence in its part, shape `(n,)`.
+        prompt_of: Index in the first lineage of the sequence that each continues, shape `(n,)`.
+        excess: Sum, over the requests since the sequences were assigned, of the rows of the
+            largest part that exceed an equal share.
+    """
+
+    parts: list[Generation]
+    part_of: _Integers64
+    places: _Integers64
+    prompt_of: _Integers64
+    excess: int = 0
+
+    def split(self, places: _Integers64) -> list[_Integers64]:
+        """Divide an array of indices of sequences; return positions in it for each part."""
+        part_of = self.part_of[places]
+        order = np.argsort(part_of, kind="stable")
+        return np.split(order, np.searchsorted(part_of[order], np.arange(1, len(self.parts))))
+
+    def extended(self, generation: Generation, earlier: Generation) -> Division:
+        """Return the division of a generation that extends the divided one, `earlier`."""
+        lineage = generation.lineage
+        if lineage is earlier.lineage:
+            return self
+        members = np.arange(len(lineage))
+        origins, columns = lineage.suffixes(members, earlier.lineage)
+        prompt_of = self.prompt_of[origins]
+        [part, *others] = self.parts
+        if not others and part.lineage is earlier.lineage:
+            parts = [Generation(lineage, part)]
+            return Division(parts, np.zeros_like(members), members, prompt_of, self.excess)
+        parts, part_of, places = [], members.copy(), members.copy()
+        for part, chosen in zip(self.parts, self.split(origins), strict=True):
+            if len(chosen):  # otherwise no sequence continues one of this part
+                before = self.places[origins[chosen]]
+                extended, places[chosen] = part.extended(before, columns[chosen])
+                part_of[chosen] = len(parts)
+                parts.append(extended)
+        return Division(parts, part_of, places, prompt_of, self.excess)
+
+
+class Request(NamedTuple):
+    """A request for rows of a population.
+
+    Attributes:
+        generation: The generation.
+        wanted: Indices of the sequences whose rows are requested, ascending, shape `(d,)`.
+        sessions: Sessions of the replicas that are up.
+        replicas: Number of replicas that the population may use, apart from those that it uses.
+    """
+
+    generation: Generation
+    wanted: _Integers64
+    sessions: Collection[int]
+    replicas: int
+
+
+def division_of(request: Request) -> Division:
+    """Return the division of a generation for a request."""
+    generation = request.generation
+    root, lineage = generation.root, generation.lineage
+    count = min(request.replicas, len(request.wanted) // MIN_ROWS)
+    if isinstance(root.state, Division):
+        return _balanced(root.state.extended(generation, root), request, count)
+    if count > 1:
+        return _assigned(request, count)
+    base = Generation(root.lineage)
+    base.joined = placed_sources(root)
+    part = base if lineage is root.lineage else Generation(lineage, base)
+    members = np.arange(len(lineage))
+    return Division([part], np.zeros_like(members), members, _prompts(lineage))
+
+
+def placed_sources(generation: Generation) -> list[Source]:
+    """Return the nearest earlier generations that replicas have, and their common sequences."""
+    placed = []
+    for source in generation.sources():
+        division = source.generation.state
+        for part, chosen in zip(division.parts, division.split(source.origins), strict=True):
+            for earlier in part.sources():
+                found = earlier.of(division.places[source.origins[chosen]])
+                if len(found.places):
+                    later = chosen[found.places]
+                    lengths = np.minimum(found.lengths, source.lengths[later])
+                    places = source.places[later]
+                    placed.append(found._replace(places=places, lengths=lengths))
+    return placed
+
+
+def _balanced(division: Division, request: Request, count: int) -> Division:
+    """Return the division of an extended generation, or a division into `count` other parts."""
+    wanted, sessions = request.wanted, request.sessions
+    holders = [holder_of(part, sessions) for part in division.parts]
+    # The part of a lost replica counts as that of another one.
+    numbers = [-1 - i if session is None else session for i, session in enumerate(holders)]
+    distinct = list(dict.fromkeys(numbers))
+    holder = np.array([distinct.index(number) for number in numbers])[division.part_of]
+    rows = np.bincount(holder[wanted], minlength=len(distinct))
+    count = max(count, min(len(distinct), len(wanted) // MIN_ROWS), 1)
+    share = -(-len(wanted) // count)
+    excess = int(rows.max()) - share
+    if excess <= 0:
+        return division
+    division = replace(division, excess=division.excess + excess)
+    if division.excess < TOKEN_COST * np.maximum(rows - share, 0).sum():  # a token for each
+        return division
+    part_of, held = _assignment(holder, len(distinct), wanted, count)
+    is_moved = held[part_of[wanted]] != holder[wanted]
+    if division.excess < TOKEN_COST * _missing_tokens(division, request, part_of, is_moved):
+        return division
+    return _assigned(request, count)
+
+
+def _missing_tokens(
+    division: Division, request: Request, part_of: _Integers64, is_moved: npt.NDArray[np.bool_]
+) -> int:
+    """Return the number of tokens that are computed again if sequences are moved.
+
+    Sequences that continue the same one of the last generation share its tokens, and those of
+    a part share the tokens of a prompt.
+
+    Args:
+        division: The division of the generation.
+        request: The request.
+        part_of: Index of the new part of each sequence.
+        is_moved: Which of the requested sequences are moved to another replica.
+    """
+    lineage, earlier = request.generation.lineage, request.generation.root.lineage
+    first, wanted = lineage.first.lengths, request.wanted
+    moved = wanted[is_moved]
+    origins, index = np.unique(lineage.origins(moved, earlier), return_index=True)
+    suffixes = earlier.lengths[origins] - first[division.prompt_of[moved[index]]]
+    keys = part_of[wanted] * len(first) + division.prompt_of[wanted]
+    missing = np.setdiff1d(keys[is_moved], keys[~is_moved]) % len(first)
+    return len(moved) + int(suffixes.sum()) + int(first[missing].sum())
+
+
+def _assigned(request: Request, count: int) -> Division:
+    """Return a division into `count` parts, each with sequences that one replica has."""
+    lineage = request.generation.lineage
+    sources: dict[int, list[Source]] = {}  # by session
+    for source in placed_sources(request.generation):
+        session = holder_of(source.generation, request.sessions)
+        if session is not None:
+            sources.setdefault(session, []).append(source)
+    holder, longest = np.full(len(lineage), -1), np.zeros(len(lineage), np.int64)
+    for index, held in enumerate(sources.values()):
+        for source in held:
+            is_longer = source.lengths > longest[source.places]
+            places = source.places[is_longer]
+            longest[places], holder[places] = source.lengths[is_longer], index
+    part_of, holder_of_part = _assignment(holder, len(sources), request.wanted, count)
+    places, parts = np.empty(len(lineage), np.int64), []
+    for part, index in enumerate(holder_of_part.tolist()):
+        members = np.flatnonzero(part_of == part)
+        places[members] = np.arange(len(members))
+        generation = Generation(Lineage.of_sequences(lineage.sequences(members)))
+        if index >= 0:
+            common = [source.of(members) for source in [*sources.values()][index]]
+            generation.joined = [source for source in common if len(source.places)]
+        parts.append(generation)
+    return Division(parts, part_of, places, _prompts(lineage))
+
+
+def _assignment(
+    holder: _Integers64, holders: int, wanted: _Integers64, count: int
+) -> tuple[_Integers64, _Integers64]:
+    """Assign sequences to parts with equal numbers of requested rows.
+
+    Args:
+        holder: Index of the replica that has each sequence, -1 if there is none, shape `(n,)`.
+        holders: Number of these replicas.
+        wanted: Indices of the requested sequences, ascending.
+        count: Number of parts.
+
+    Returns:
+        The part of each sequence, shape `(n,)`, and the index of the replica of each part, -1
+        for any other replica, shape `(count,)`.
+    """
+    rows = np.bincount(holder[wanted] + 1, minlength=holders + 1)[1:]
+    kept = np.argsort(-rows, kind="stable")[:count]
+    part_of_holder = np.full(holders + 1, -1)  # the last is that of sequences without one
+    part_of_holder[kept] = np.arange(len(kept))
+    part_of = part_of_holder[holder]
+    sizes = len(wanted) // count + (np.arange(count) < len(wanted) % count)
+    for part, size in enumerate(sizes.tolist()):
+        part_of[wanted[part_of[wanted] == part][size:]] = -1
+    free = wanted[part_of[wanted] < 0]
+    room = sizes - np.bincount(part_of[wanted] + 1, minlength=count + 1)[1:]
+    part_of[free] = np.repeat(np.arange(count), room)  # neighbours often share a prefix
+    part_of[part_of < 0] = 0  # sequences that nobody requests
+    return part_of, np.append(kept, np.full(count - len(kept), -1))
+
+
+def _prompts(lineage: Lineage) -> _Integers64:
+    return lineage.origins(np.arange(len(lineage)), lineage.first)

@@ -12,9 +12,9 @@ population takes more than half the time, so the limit is below twice the rows.
   against one, and against two with round-robin routing.
 - `tokens`: total number of computed tokens, with resampling every 4 steps. One replica
   computes each token once.
-- `populations`: rows a second of populations (`llm.population`) of 64, 200 and 1,000, with draws
-  and resampling every 4 steps: on hf in this process, one replica, two of which one computes the
-  population, and two.
+- `populations`: rows a second of populations of 64, 200 and 1,000 members with draws, resampled
+  every 4 steps: on hf in this process, one replica, two of which one computes all members, and
+  two among which they are divided.
 - `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on
   a no-op engine, 1,000 concurrent, as it is and after `gc.freeze()`.
 - `kill`: time to complete 1,000 requests, with and without one of two replicas killed

@@ -105,14 +105,15 @@ def test_extensions_stay_with_their_parts_until_the_excess_has_reached_the_cost(
     # 7 of 8 rows are in a part, 3 more than an equal share. To move 3 of them, the other part
     # computes their prompt of 100 tokens and their new tokens, which cost 0.25 rows each.
     generation = _extend(generation, [0, 0, 0, 0, 1, 1, 1, 3])
-    for request in range(1, 12):
+    # The cost is computed when the excess has grown by a quarter, after 33 rows at 42.
+    for request in range(1, 14):
         divided = _divide(generation)
         assert divided.part_of.tolist() == [0] * 7 + [1]
-        assert divided.excess == 3 * request < 0.25 * (100 + 3 * request)
+        assert divided.excess == 3 * request
+        assert (3 * request < 0.25 * (100 + 3 * request)) == (request < 12)
         generation = _extend(generation, list(range(8)))
     before = generation.root.state.parts
     divided = _divide(generation, is_computed=False)
-    assert 3 * 12 >= 0.25 * (100 + 3 * 12)
     assert divided.part_of.tolist() == [0] * 4 + [1] * 4
     assert divided.excess == 0
     # Each part continues the generation of its replica, and only this one.
@@ -120,7 +121,7 @@ def test_extensions_stay_with_their_parts_until_the_excess_has_reached_the_cost(
         [source] = part.joined
         assert source.generation is earlier
         assert source.places.tolist() == places
-        assert set(source.lengths.tolist()) == {111}
+        assert set(source.lengths.tolist()) == {113}
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -140,11 +140,16 @@ class _DividedQuery:
                 parts[part] = sample.generation
         generation, new_places = self.group.generation.extended(places, token_ids.numpy())
         if generation.state is None:
-            part_of, part_place, prompt_of = np.empty((3, len(generation.lineage)), np.int64)
-            part_of[new_places] = division.part_of[places]
-            part_place[new_places] = part_places
-            prompt_of[new_places] = division.prompt_of[places]
-            generation.keep(Division(parts, part_of, part_place, prompt_of, division.excess))
+            columns = np.empty((3, len(generation.lineage)), np.int64)
+            columns[0, new_places] = division.part_of[places]
+            columns[1, new_places] = part_places
+            columns[2, new_places] = division.prompt_of[places]
+            part_of, places, prompt_of = columns
+            generation.keep(
+                replace(
+                    division, parts=parts, part_of=part_of, places=places, prompt_of=prompt_of
+                )
+            )
         return SampledGroup(token_ids, logprobs, draw_logprob, generation, new_places, finished)
 
 

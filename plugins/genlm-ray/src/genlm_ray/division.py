@@ -51,6 +51,7 @@ class Division:
         prompt_of: Index in the first lineage of the sequence that each continues, shape `(n,)`.
         excess: Sum, over the requests since the sequences were assigned, of the rows of the
             largest part that exceed an equal share.
+        next_check: Excess from which on it is compared with the cost of moving sequences.
     """
 
     parts: list[Generation]
@@ -58,6 +59,7 @@ class Division:
     places: _Integers64
     prompt_of: _Integers64
     excess: int = 0
+    next_check: int = 0
 
     def split(self, places: _Integers64) -> list[_Integers64]:
         """Divide an array of indices of sequences; return positions in it for each part."""
@@ -76,7 +78,10 @@ class Division:
         [part, *others] = self.parts
         if not others and part.lineage is earlier.lineage:
             parts = [Generation(lineage, part)]
-            return Division(parts, np.zeros_like(members), members, prompt_of, self.excess)
+            zeros = np.zeros_like(members)
+            return replace(
+                self, parts=parts, part_of=zeros, places=members, prompt_of=prompt_of
+            )
         parts, part_of, places = [], members.copy(), members.copy()
         for part, chosen in zip(self.parts, self.split(origins), strict=True):
             if len(chosen):  # otherwise no sequence continues one of this part
@@ -84,7 +89,7 @@ class Division:
                 extended, places[chosen] = part.extended(before, columns[chosen])
                 part_of[chosen] = len(parts)
                 parts.append(extended)
-        return Division(parts, part_of, places, prompt_of, self.excess)
+        return replace(self, parts=parts, part_of=part_of, places=places, prompt_of=prompt_of)
 
 
 class Request(NamedTuple):
@@ -149,38 +154,50 @@ def _balanced(division: Division, request: Request, count: int) -> Division:
     excess = int(rows.max()) - share
     if excess <= 0:
         return division
-    division = replace(division, excess=division.excess + excess)
-    if division.excess < TOKEN_COST * np.maximum(rows - share, 0).sum():  # a token for each
-        return division
+    excess += division.excess
+    if excess < division.next_check:
+        return replace(division, excess=excess)
     part_of, held = _assignment(holder, len(distinct), wanted, count)
     is_moved = held[part_of[wanted]] != holder[wanted]
-    if division.excess < TOKEN_COST * _missing_tokens(division, request, part_of, is_moved):
-        return division
+    if not _reaches_cost(excess, division, request, part_of, is_moved):
+        return replace(division, excess=excess, next_check=int(1.25 * excess) + 1)
     return _assigned(request, count)
 
 
-def _missing_tokens(
-    division: Division, request: Request, part_of: _Integers64, is_moved: npt.NDArray[np.bool_]
-) -> int:
-    """Return the number of tokens that are computed again if sequences are moved.
+def _reaches_cost(
+    excess: int,
+    division: Division,
+    request: Request,
+    part_of: _Integers64,
+    is_moved: npt.NDArray[np.bool_],
+) -> bool:
+    """Whether the excess has reached the cost of moving sequences to other replicas.
 
-    Sequences that continue the same one of the last generation share its tokens, and those of
-    a part share the tokens of a prompt.
+    The cost is that of the part with most tokens to compute again. In a part, tokens that
+    sequences have in common are computed once.
 
     Args:
+        excess: Number of rows.
         division: The division of the generation.
         request: The request.
         part_of: Index of the new part of each sequence.
-        is_moved: Which of the requested sequences are moved to another replica.
+        is_moved: Which of the requested sequences are moved.
     """
-    lineage, earlier = request.generation.lineage, request.generation.root.lineage
-    first, wanted = lineage.first.lengths, request.wanted
-    moved = wanted[is_moved]
-    origins, index = np.unique(lineage.origins(moved, earlier), return_index=True)
-    suffixes = earlier.lengths[origins] - first[division.prompt_of[moved[index]]]
-    keys = part_of[wanted] * len(first) + division.prompt_of[wanted]
-    missing = np.setdiff1d(keys[is_moved], keys[~is_moved]) % len(first)
-    return len(moved) + int(suffixes.sum()) + int(first[missing].sum())
+    lineage, wanted = request.generation.lineage, request.wanted
+    prompts = lineage.first.lengths
+    keys = part_of[wanted] * len(prompts) + division.prompt_of[wanted]
+    missing = np.setdiff1d(keys[is_moved], keys[~is_moved])
+    count = int(part_of.max()) + 1
+    tokens = np.bincount(missing // len(prompts), prompts[missing % len(prompts)], count)
+    places, parts = wanted[is_moved], part_of[wanted[is_moved]]
+    while TOKEN_COST * tokens.max() <= excess:
+        if lineage.parent is None:
+            return True
+        _, index = np.unique(parts * len(lineage) + places, return_index=True)
+        parts, places = parts[index], places[index]
+        tokens += np.bincount(parts[lineage.token_ids[places] >= 0], minlength=count)
+        places, lineage = lineage.ancestors[places], lineage.parent
+    return False
 
 
 def _assigned(request: Request, count: int) -> Division:

@@ -165,8 +165,7 @@ async def batch_steer(
     and draws as `steer` does with its prompt and seed. Their particles are members of one
     population, so a step of all filters takes about as long as a step of one filter with as
     many particles, and much less time than concurrent calls of `steer` if each filter has few
-    particles. On Ray, one replica computes a population: for several replicas, call
-    `batch_steer` concurrently, each for a part of the prompts.
+    particles.
 
         async for batch in genlm.smc.batch_steer(llm, prompts, 10, max_tokens=40, seed=0):
             pass

@@ -208,12 +208,10 @@ def _assigned(request: Request, count: int) -> Division:
         session = holder_of(source.generation, request.sessions)
         if session is not None:
             sources.setdefault(session, []).append(source)
-    holder, longest = np.full(len(lineage), -1), np.zeros(len(lineage), np.int64)
+    holder = np.full(len(lineage), -1)
     for index, held in enumerate(sources.values()):
         for source in held:
-            is_longer = source.lengths > longest[source.places]
-            places = source.places[is_longer]
-            longest[places], holder[places] = source.lengths[is_longer], index
+            holder[source.places] = index
     part_of, holder_of_part = _assignment(holder, len(sources), request.wanted, count)
     places, parts = np.empty(len(lineage), np.int64), []
     for part, index in enumerate(holder_of_part.tolist()):

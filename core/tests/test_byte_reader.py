@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import genlm
-from genlm.core.base.recent_values import MAX_VALUES
+from genlm.core.vocab.per_vocabulary import MAX_VALUES
 from genlm.plugin import BatchEngine, Query, Vocabulary
 
 TEXTS = [b"<end>", b"a", b"b", b"ab", b"ba", b"aba", b"<pad>", b"ab", b""]

@@ -21,7 +21,7 @@ import genlm
 from genlm.constraints import Automaton, byte_automata
 from genlm.constraints.byte_automata import utf8_table
 from genlm.constraints.text_tokens import text_tokens
-from genlm.core.base.recent_values import MAX_VALUES
+from genlm.core.vocab.per_vocabulary import MAX_VALUES
 
 PATTERNS = [
     "a|ab",

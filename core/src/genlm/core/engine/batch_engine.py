@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
-from genlm.core.engine.engine import Capability
+from genlm.core.engine.engine import Capability, query_ids
 from genlm.core.engine.halving import Halving, UnfinishedError, completions_of
 from genlm.core.engine.query_queue import QueryQueue
 from genlm.core.queries.generations import Integers64
@@ -33,9 +33,6 @@ logger = logging.getLogger("genlm")
 
 _GROUP_VALUES = 2**26
 """Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
-
-_query_ids = itertools.count(2**49)
-"""Ids of queries that a `BatchEngine` makes, above those of the scheduler and of groups."""
 
 
 class BatchEngine(abc.ABC):
@@ -249,7 +246,7 @@ class BatchEngine(abc.ABC):
 
     def _member_id(self, group: GroupQuery) -> int:  # noqa: ARG002
         """Return the id of a query for a sequence of a group; engines receive each id once."""
-        return next(_query_ids)
+        return next(query_ids)
 
     def _group_step(self) -> list[Completion]:
         """Compute several groups, or a part of one; further steps continue with the others."""

@@ -8,6 +8,7 @@ implement `Engine`; others derive from `BatchEngine` (`batch_engine`) and implem
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,10 @@ from genlm.core.queries.query import Completion, Query
 from genlm.core.vocab import Vocabulary
 
 logger = logging.getLogger("genlm")
+
+query_ids = itertools.count(2**48)
+"""Ids of queries into which engines divide others, shared by all engines of the process. They
+are above the ids of the scheduler's queries."""
 
 
 class Capability(enum.StrEnum):

@@ -23,7 +23,6 @@ or an event loop.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.engine.engine import Capability, Engine, call_each
+from genlm.core.engine.engine import Capability, Engine, call_each, query_ids
 from genlm.core.engine.group_sampling import MemberRuns, RowRequest, SamplingRun, result_error
 from genlm.core.engine.joined_sampling import JoinedRun, joining_key
 from genlm.core.engine.text_groups import text_completion, text_group
@@ -52,9 +51,6 @@ from genlm.core.rows.joined_groups import divide_reductions, joined_reduction
 from genlm.core.rows.logits import device_index, invalid_rows
 from genlm.core.rows.outputs import reduce_rows
 from genlm.core.vocab import Vocabulary
-
-_FIRST_QUERY_ID = 2**48
-"""First id of the queries of divided groups, above the ids of the scheduler's queries."""
 
 _SMALLEST_GROUP = 2
 """A group of one member becomes a single query, which shares passes with other queries."""
@@ -146,8 +142,6 @@ class GroupEngine:
     population with fewer members than the engine's `smallest_group` are therefore divided into
     single queries if the first one is pending together with single queries.
     """
-
-    _query_ids = itertools.count(_FIRST_QUERY_ID)  # shared by all models, as in `Requests`
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -298,7 +292,7 @@ class GroupEngine:
         for queries in by_key.values():
             count = sum(len(query.row_of) for query in queries)
             if is_idle and count >= self._smallest_group:
-                run = JoinedRun(next(self._query_ids), queries, vocabulary)
+                run = JoinedRun(next(query_ids), queries, vocabulary)
                 try:
                     self._run(run)
                 except Exception:  # noqa: BLE001 - raised again by the query that causes it
@@ -346,7 +340,7 @@ class GroupEngine:
         sequence: TokenSequence,
         reduction: Reduction,
     ) -> None:
-        group_id, query_id = group.query.query_id, next(self._query_ids)
+        group_id, query_id = group.query.query_id, next(query_ids)
         group.pending_ids.add(query_id)
         self._row_requests[query_id] = group_id, place, reduction
         query = Query(query_id, sequence, group.query.adapter, outputs=(reduction,))

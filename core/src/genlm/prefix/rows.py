@@ -22,6 +22,7 @@ from genlm.prefix.forward import ForwardFn, ForwardResult, TableBatch, TreeBatch
 from genlm.prefix.node import Paths, slots_within
 from genlm.prefix.passes import TreePasses
 from genlm.prefix.populations import Populations
+from genlm.prefix.segment_forward import PassLogits
 from genlm.prefix.tree import PrefixTree
 from genlm.prefix.uncached import UncachedPath
 
@@ -103,7 +104,7 @@ class PrefixRows:
             `(len(sequences), width of the model's output)`. The next pass may overwrite them.
         """
         self.populations.tables.share_prefixes(adapter, sequences)
-        logits: torch.Tensor | None = None
+        requested = PassLogits(np.arange(len(sequences)))
         lasts = [len(sequence) - 1 for sequence in sequences]
         with self._rolled_back_on_error():
             for result in self._passes(adapter, self._max_tokens).run(sequences, lasts):
@@ -114,16 +115,11 @@ class PrefixRows:
                 else:
                     parts, _, computed = result
                     places = [part.place for part in parts if part.first < len(part.sequence)]
-                if not places:
+                if places:
+                    requested.add(np.array(places), computed)
+                else:
                     yield None
-                    continue
-                if places == [*range(len(sequences))]:
-                    logits = computed
-                    break
-                if logits is None:
-                    logits = computed.new_empty((len(sequences), computed.shape[1]))
-                logits[places] = computed
-        yield logits
+        yield requested.logits
 
     def is_long(self, query: Query) -> bool:
         """Whether a query takes more than one pass."""

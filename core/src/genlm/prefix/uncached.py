@@ -17,6 +17,7 @@ from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores, TextResult
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.padding import BatchLimits, plan_batches
+from genlm.prefix.segment_forward import PassLogits
 
 if TYPE_CHECKING:
     import torch
@@ -69,15 +70,12 @@ class UncachedPath(abc.ABC):
         sequences: Sequence[TokenSequence],
     ) -> Generator[torch.Tensor, None, None]:
         """Yield the last logits of sequences, in as few batches as the limits allow."""
-        batches = list(plan_batches([len(sequence) for sequence in sequences], self.limits))
-        logits: torch.Tensor | None = None
-        for batch in batches:
-            computed = self._batch_logits([sequences[i] for i in batch])
-            if logits is None:
-                logits = computed.new_empty((len(sequences), computed.shape[1]))
-            logits[batch] = computed
-        assert logits is not None  # noqa: S101 - there is at least one sequence
-        yield logits
+        requested = PassLogits(np.arange(len(sequences)))
+        for batch in plan_batches([len(sequence) for sequence in sequences], self.limits):
+            lasts = np.array([len(sequences[i]) - 1 for i in batch])
+            [(_, logits)] = self.run([sequences[i].token_ids for i in batch], lasts)
+            requested.add(np.array(batch), logits)
+        yield requested.logits
 
     def next_pass(
         self,
@@ -108,11 +106,6 @@ class UncachedPath(abc.ABC):
             for (rows, positions), logits in self.run(sequences, firsts):
                 scores.add(scores.ends[batch][rows] + positions - firsts[rows], logits)
         yield scores.results()
-
-    def _batch_logits(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        lasts = np.array([len(sequence) - 1 for sequence in sequences])
-        [(_, logits)] = self.run([sequence.token_ids for sequence in sequences], lasts)
-        return logits
 
     @property
     def score_limits(self) -> BatchLimits:

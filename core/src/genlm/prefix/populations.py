@@ -260,10 +260,10 @@ class Populations:
         return None if uses_tree else missing
 
     def _passes(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
-        """Compute rows of groups in one pass, or in several if there are too few slots.
+        """Compute rows of groups in one pass, or those of one group in several, by the slots.
 
         Raises:
-            OutOfSlotsError: There are too few slots for a row, or a table was evicted.
+            OutOfSlotsError: There are too few slots for several groups or for a row.
         """
         self.tables.in_use = {
             group.generation.state.key: group.wanted[places] for group, places in parts
@@ -273,20 +273,17 @@ class Populations:
                 self._catch_up(group, places, run)
             return self._compute([self._extension(*part) for part in parts], run)
         except OutOfSlotsError:
-            if len(parts) == len(parts[0][1]) == 1:
+            if len(parts) > 1 or len(parts[0][1]) == 1:
                 raise
         finally:
             self.tables.in_use = {}
-        if len(parts) > 1:
-            middle = len(parts) // 2
-            logits = self._passes(parts[:middle], run).clone()  # the next pass overwrites them
-            return torch.cat([logits, self._passes(parts[middle:], run)])
         [(group, places)] = parts
         missing = group.lengths[places] - self.tables.get(group).tokens[group.wanted[places]]
         order = np.argsort(missing, kind="stable")
         middle = np.searchsorted(missing[order], missing.min(), side="right")
         if middle == len(places):
             middle //= 2
+        # A copy: the next pass overwrites the logits.
         logits = self._passes([(group, places[order[:middle]])], run).clone()
         logits = torch.cat([logits, self._passes([(group, places[order[middle:]])], run)])
         return logits[torch.from_numpy(np.argsort(order)).to(logits.device)]

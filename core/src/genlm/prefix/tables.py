@@ -14,7 +14,7 @@ from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.node import SCRATCH_SLOT
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.tree import PrefixTree
 
 _MAX_EXTENDED_BYTES = 2**26
 """Maximum memory of the tables of generations that were extended, except for recent ones. If a
@@ -91,15 +91,8 @@ class Tables:
         return table
 
     def get(self, group: GroupQuery) -> BlockTable:
-        """Return the table of a generation that has had one.
-
-        Raises:
-            OutOfSlotsError: It was evicted.
-        """
-        entry = self._entries.get(group.generation.state.key)
-        if entry is None:
-            raise OutOfSlotsError("the table of a population was evicted for another one")
-        return entry.table
+        """Return the table of a generation for which `find` has returned one."""
+        return self._entries[group.generation.state.key].table
 
     def find_longer(self, parts: Sequence[tuple[GroupQuery, Integers64]]) -> list[bool]:
         """Return whether other tables may have more tokens of rows, for each group.

@@ -139,10 +139,8 @@ class BlockTable:
         return _with_trunk(BlockTable(np.empty(0, np.int64), slots, lengths))
 
     def with_trunk(self, count: int) -> BlockTable:
-        """Return the table with at most `count` slots in the trunk."""
+        """Return the table with the first `count` slots of the trunk alone in the trunk."""
         rest = self.trunk[count:].astype(np.int32)
-        if not len(rest):
-            return self
         slots = np.hstack([np.tile(rest, (len(self), 1)), self.slots])
         return BlockTable(self.trunk[:count], slots, self.lengths + len(rest))
 

@@ -286,10 +286,7 @@ class PrefixTree:
                 then belong to the tree.
         """
         node, length = match
-        if length < node.end:
-            lower, node = node, self._split(node, length - node.start)
-            if lower in self._idle:
-                self._set_idle(node, idle=True)
+        assert length == node.end  # noqa: S101 - the caller has pinned the sequence up to there
         ids = list(tokens.ids_from(length)[: len(slots)])
         child = Node(ids, slots, length, node)
         child.computed = len(ids)
@@ -419,11 +416,8 @@ class PrefixTree:
             self._in_use.add(upper)
         elif node in self._idle:  # the upper part is about to be used or pinned
             self._idle_slots -= length
-        if node in self._uncached:
-            if upper.computed < length:
-                self._uncached[upper] = None
-            if node.computed == len(node.tokens):
-                self._uncached.pop(node, None)
+        if node in self._uncached and upper.computed < length:
+            self._uncached[upper] = None
         return upper
 
     def _evict(self, count: int) -> int:

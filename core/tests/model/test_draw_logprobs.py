@@ -36,7 +36,7 @@ def oracle(
     allowed[order[: limits.get("top_k") or len(row)]] = True
     within = np.where(allowed, weights, 0)[order]
     before = np.cumsum(within) - within
-    allowed[order[before >= (limits.get("top_p") or 1) * within.sum()]] = False
+    allowed[order[before >= (limits.get("top_p") or math.inf) * within.sum()]] = False
     allowed &= weights >= (limits.get("min_p") or 0) * weights.max()
     with np.errstate(divide="ignore"):
         return np.log(np.where(allowed, weights, 0) / weights[allowed].sum())

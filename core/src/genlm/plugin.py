@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine.engine import PrefixCacheEngine as PrefixCacheEngine
     from genlm.core.engine.engine import WeightsEngine as WeightsEngine
     from genlm.core.engine.engine import call_each as call_each
+    from genlm.core.engine.engine import query_ids as query_ids
     from genlm.core.engine.group_engine import with_groups as with_groups
     from genlm.core.engine.group_sampling import GroupSampling as GroupSampling
     from genlm.core.engine.group_sampling import SampledGroup as SampledGroup

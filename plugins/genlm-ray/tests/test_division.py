@@ -253,6 +253,14 @@ def test_results_of_parts_are_joined_by_member_and_errors_by_sequence():
     assert all((np.diff(part.wanted) > 0).all() for part in parts)
     [completion] = divider.join([Completion(part.query_id, _computed(part)) for part in parts])
     assert completion.result.columns[1].tolist() == [3, 3, 1, 1, 0, 0, 1, 1, 4, 4]
+    # Populations that are computed at the same time share the replicas.
+    others = divider.divide([_group(9, _prompts(3, 3, 3), 3), _group(10, _prompts(2, 2), 2)])
+    assert [len(part.wanted) for part in others] == [3, 2]
+    divider.abort(10)
+    assert len(divider.divide([_group(11, _prompts(3, 3, 3), 3)])) == 1
+    divider.abort(9)
+    divider.abort(11)
+    aborted.clear()
     # An error of a part is that of the population; its other parts are dropped.
     parts = divider.divide([_group(5, generation, 5)])
     error = RuntimeError("full")

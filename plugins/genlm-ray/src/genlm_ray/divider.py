@@ -6,7 +6,6 @@ queries for parts only, and send, abort and repeat them like those of other popu
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,14 +15,18 @@ import numpy.typing as npt
 import torch
 
 from genlm import PopulationError
-from genlm.plugin import Columns, Completion, GroupQuery, GroupResult, SampledGroup
+from genlm.plugin import (
+    Columns,
+    Completion,
+    GroupQuery,
+    GroupResult,
+    SampledGroup,
+    query_ids,
+)
 from genlm_ray.division import Division, Request, division_of
 from genlm_ray.router import AnyQuery
 
 _Integers64 = npt.NDArray[np.int64]
-
-_FIRST_QUERY_ID = 2**52
-"""First id of the queries for parts, above the ids of the scheduler's queries."""
 
 
 class _PartQuery(NamedTuple):
@@ -60,7 +63,7 @@ class _DividedQuery:
     samples: dict[int, SampledGroup] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
-    def parts(self, query_ids: Iterator[int]) -> Iterator[GroupQuery]:
+    def parts(self) -> Iterator[GroupQuery]:
         """Yield the queries for parts with requested sequences."""
         group, division, count = self.group, self.division, len(self.group.row_of)
         members_of = division.split(group.wanted[group.row_of])
@@ -166,7 +169,6 @@ class Divider:
     ) -> None:
         self._sessions = sessions
         self._abort = abort
-        self._query_ids = itertools.count(_FIRST_QUERY_ID)
         self._queries: dict[int, _DividedQuery] = {}  # by id of the population's query
         self._owners: dict[int, int] = {}  # that id, by the id of a query for a part
 
@@ -186,7 +188,7 @@ class Divider:
             division = division_of(Request(query.generation, wanted, sessions, replicas))
             columns = Columns(query.reduction, len(query.row_of))
             self._queries[query.query_id] = _DividedQuery(query, division, columns)
-            parts = list(self._queries[query.query_id].parts(self._query_ids))
+            parts = list(self._queries[query.query_id].parts())
             self._owners |= dict.fromkeys((part.query_id for part in parts), query.query_id)
             divided += parts
         return divided

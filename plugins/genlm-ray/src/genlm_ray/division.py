@@ -97,7 +97,7 @@ class Request(NamedTuple):
 
     Attributes:
         generation: The generation.
-        wanted: Indices of the sequences whose rows are requested, ascending, shape `(d,)`.
+        wanted: Indices of the sequences whose rows are requested, shape `(d,)`.
         sessions: Sessions of the replicas that are up.
         replicas: Number of replicas that the population may use, apart from those that it uses.
     """
@@ -233,7 +233,7 @@ def _assignment(
     Args:
         holder: Index of the replica that has each sequence, -1 if there is none, shape `(n,)`.
         holders: Number of these replicas.
-        wanted: Indices of the requested sequences, ascending.
+        wanted: Indices of the requested sequences.
         count: Number of parts.
 
     Returns:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.base.blocking import blocking
-from genlm.core.base.validation import checked_integer, checked_number
+from genlm.core.base.validation import checked_integer, checked_number, checked_size
 from genlm.core.model.context import Context
 from genlm.core.model.lm import AsyncLM
 from genlm.core.rows.sampling import checked_seed
@@ -204,7 +204,7 @@ class ByteReader:
             TypeError: `size` or `seed` is not an integer.
             ValueError: `size` or `seed` is negative.
         """
-        beam, size = self._started_beam(), checked_integer("size", size, 0)
+        beam, size = self._started_beam(), checked_size(size, 0)
         rng = np.random.default_rng(checked_seed(seed))
         masses = np.array([hypothesis.mass for hypothesis in beam])
         drawn = rng.choice(len(beam), size, p=masses / masses.sum())

@@ -17,6 +17,7 @@ from transformers import BatchEncoding
 import genlm
 from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
 from genlm.constraints import Automaton, Grammar
+from genlm.smc import batch_steer_sync, steer_sync, systematic_resampling
 
 TRIE = TokenCharacterTrie([b"a", b"ab"])
 
@@ -231,6 +232,25 @@ LIMITS = [
 def test_of_limits(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         AsyncLM(ScriptedEngine, **options)
+
+
+def test_of_sizes_that_no_memory_holds(llm: AsyncLM) -> None:
+    size = 10**30
+    for ask in (
+        lambda: llm.population([1], size),
+        lambda: list(steer_sync(llm, [1], size, max_tokens=1)),
+        lambda: list(batch_steer_sync(llm, [[1]], size, max_tokens=1)),
+        lambda: systematic_resampling([0.0], 0.5, size),
+    ):
+        with pytest.raises(ValueError, match=f"^size={size}; it must be 4294967296 or less$"):
+            ask()
+
+
+def test_limits_of_members_may_be_larger_than_any_length(llm: AsyncLM) -> None:
+    population = llm.population([[1, 2], [3]])
+    assert population.truncate(10**30) is population
+    sampled = population.sample_sync(10**30, stop=range(16))
+    assert sampled.token_ids.shape == (2, 1)
 
 
 def test_of_what_makes_an_engine(caplog) -> None:

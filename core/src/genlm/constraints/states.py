@@ -18,7 +18,7 @@ from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, In
 from genlm.core.base.arrays import host_array, signed_index
 from genlm.core.base.forking import cached_property
 from genlm.core.base.immutable import Immutable
-from genlm.core.base.validation import checked_integer
+from genlm.core.base.validation import checked_size
 from genlm.core.model.members import checked_array
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class StateConstraint(Immutable, Constraint):
 
 def first_states(size: int, state: int = LIVE) -> States:
     """Return the state of `size` members, all the same; `size` is an integer of at least 0."""
-    return np.full(checked_integer("size", size, 0), state)
+    return np.full(checked_size(size, 0), state)
 
 
 def check_text(text: object) -> None:

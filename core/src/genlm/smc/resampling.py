@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.base.arrays import host_array
-from genlm.core.base.validation import checked_integer, checked_number
+from genlm.core.base.validation import checked_number, checked_size
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 LogWeights: TypeAlias = Sequence[float] | npt.NDArray[np.floating] | torch.Tensor
@@ -99,7 +99,7 @@ def systematic_resampling(
     if not 0 <= (uniform := checked_number("uniform", uniform)) < 1:
         raise ValueError(f"uniform={uniform!r}; expected a number from 0 to below 1")
     weights = _normalise(log_weights)
-    count = len(weights) if size is None else checked_integer("size", size, 0)
+    count = len(weights) if size is None else checked_size(size, 0)
     ancestors = systematic_ancestors(weights[None], np.array([uniform]), count).reshape(-1)
     if isinstance(log_weights, torch.Tensor):
         return torch.from_numpy(ancestors).to(log_weights.device)

@@ -19,6 +19,7 @@ from genlm.core.base.validation import (
     checked_batch,
     checked_integer,
     checked_number,
+    checked_size,
     checked_stop,
 )
 from genlm.core.model.members import has_several
@@ -207,7 +208,7 @@ async def batch_steer(
         TypeError: As `steer`.
         GenlmError: As `Population.draw`.
     """
-    population, count = _initial_populations(llm, prompts, checked_integer("size", size, 1))
+    population, count = _initial_populations(llm, prompts, checked_size(size, 1))
     if not count:
         return
     llm._requests.adapter_of(population, None)  # noqa: SLF001 - checks that it is of this model
@@ -273,7 +274,7 @@ def _initial_population(
                 "several prompts; call batch_steer for a filter for each, or pass a Population "
                 "of the first particles of one filter"
             )
-        return llm.population(prompt, checked_integer("size", size, 1))
+        return llm.population(prompt, checked_size(size, 1))
     population = _checked_population(prompt)
     count = checked_integer("size", len(population) if size is None else size, 1)
     if count != len(population):

@@ -30,6 +30,9 @@ T = TypeVar("T")
 _SHORT = 512
 """Below this length, Python's `max` is faster than numpy's."""
 
+_MAX_SIZE = 2**32
+"""Maximum number of members, of which the indices alone take 32 GiB."""
+
 _BOOLEAN_DTYPES = frozenset({"bool", "torch.bool"})
 
 
@@ -192,6 +195,14 @@ def checked_integer(name: str, value: Any, minimum: int) -> int:
         raise TypeError(f"{name}={_short_repr(value)}; expected an integer, {minimum} or more")
     if number < minimum:
         raise ValueError(f"{name}={number}; it must be {minimum} or more")
+    return number
+
+
+def checked_size(size: Any, minimum: int) -> int:
+    """Return a number of members or particles."""
+    number = checked_integer("size", size, minimum)
+    if number > _MAX_SIZE:
+        raise ValueError(f"size={number}; it must be {_MAX_SIZE} or less")
     return number
 
 

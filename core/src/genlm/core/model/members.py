@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast, overload
 
@@ -13,7 +14,12 @@ from genlm.core.base.arrays import host_array, native_array, signed_index
 from genlm.core.base.error_handling import map_batch
 from genlm.core.base.errors import PopulationError, TokenIdError, TokenTypeError
 from genlm.core.base.immutable import Immutable
-from genlm.core.base.validation import checked_batch, checked_integer, is_sequence_like
+from genlm.core.base.validation import (
+    checked_batch,
+    checked_integer,
+    checked_size,
+    is_sequence_like,
+)
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.queries.generations import (
     NO_TOKEN,
@@ -336,7 +342,7 @@ def initial_members(
         )
     generation, places = first_generation([part[0] for part in parts])
     if size is not None:
-        places = places.repeat(checked_integer("size", size, 0))
+        places = places.repeat(checked_size(size, 0))
     name, adapter = adapters.pop() if adapters else (None, None)
     return generation, places, name, adapter
 
@@ -385,7 +391,7 @@ def checked_counts(name: str, values: ArrayLike, count: int, minimum: int) -> In
         ValueError: A number is below the minimum, or there is not one for each member.
     """
     if not is_sequence_like(values):
-        return np.full(count, checked_integer(name, values, minimum))
+        return np.full(count, min(checked_integer(name, values, minimum), sys.maxsize))
     numbers = checked_array(values, name)
     if numbers.shape != (count,):
         raise ValueError(

@@ -58,6 +58,19 @@ def test_the_history_keeps_no_memory_of_tensors(states):
     assert all(step.token_ids.base.flags.owndata for step in states[-1].history)
 
 
+def test_changed_log_weights_change_neither_the_history_nor_the_filter(llm):
+    options: dict[str, Any] = {"max_tokens": 8, "resample_below": 0.5, "seed": 3}
+    rule = Automaton.regex("[abé]{2,6}")
+    changed: Any = None
+    for changed in steer_sync(llm, PROMPT, SIZE, constraint=rule, **options):
+        changed.log_weights[:] = 7.0
+    *_, kept = steer_sync(llm, PROMPT, SIZE, constraint=rule, **options)
+    assert not all(step.is_resampled for step in kept.history)
+    for step, expected in zip(changed.history, kept.history, strict=True):
+        assert step.log_weights.tolist() == expected.log_weights.tolist()
+        assert step.ancestors.tolist() == expected.ancestors.tolist()
+
+
 def test_particles_are_compared_by_identity(states):
     assert states[0] != states[1]
     assert len({*states, states[0]}) == len(states)

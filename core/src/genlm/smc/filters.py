@@ -99,6 +99,7 @@ class Filters:
             # Skips the numbers with which an earlier filter resampled these particles.
             random.random(batch.population._step)  # noqa: SLF001 - internal to genlm
         # The factors of the weight of each particle, so that a new value replaces the last one.
+        self._log_weights = batch.log_weights
         self._constraint_logs = np.zeros(len(batch.population))
         self._potential_logs = np.zeros(len(batch.population))
         self._in_order = np.tile(np.arange(batch.size), (len(batch), 1))
@@ -137,7 +138,7 @@ class Filters:
         # A copy: tensors that are kept divide the memory in which steps allocate rows.
         token_ids = drawn.token_ids.numpy().copy()
         gain = drawn.log_mass if self._gains_are_masses else drawn.logprobs - drawn.draw_logprob
-        log_weights = batch.log_weights.ravel() + gain.double().numpy()
+        log_weights = self._log_weights.ravel() + gain.double().numpy()
         population = population.extend(token_ids)
         is_over = self._is_end[token_ids]
         if self._stop_texts:
@@ -180,8 +181,9 @@ class Filters:
             means = weights.log_mean[:, None]
             next_log_weights = np.where(is_resampled[:, None], means, log_weights)
         step = BatchStep(token_ids, log_weights, finished, ancestors, is_resampled)
+        steps, self._log_weights = (*batch.steps, step), next_log_weights
         return ParticlesBatch(
-            population, next_log_weights, (*batch.steps, step), step_counts, batch.llm
+            population, next_log_weights.copy(), steps, step_counts, batch.llm
         )
 
     def _ancestors(self, weights: Floats, is_resampled: Flags) -> Integers64:

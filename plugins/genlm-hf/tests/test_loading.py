@@ -233,6 +233,7 @@ def test_quantisation_options_reach_transformers(
         ({"dtype": "int8"}, "no dtype 'int8'"),
         ({"dtype": 3}, "no dtype 3"),
         ({"device": "abacus"}, "no device 'abacus'"),
+        ({"device": 1.5}, "no device 1.5"),
         ({"device": "cpu", "hf_opts": {"device_map": "auto"}}, "either device or"),
         ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "passed twice"),
         ({"hf_opts": {"dtype": "float32", "torch_dtype": "bf16"}}, "old name 'torch_dtype'"),

@@ -124,9 +124,17 @@ def test_the_demo_model_is_that_of_genlm_hf(tmp_path):
     [
         ({"threads": 0}, "threads=0; it must be 1 or more"),
         ({"threads_batch": 0}, "threads_batch=0; it must be 1 or more"),
+        ({"threads": 10**6}, "threads=1000000; llama.cpp has at most 512"),
+        ({"n_ctx": 2**32 + 5}, "n_ctx=4294967301; llama.cpp has at most 2147483647"),
         ({"tensor_split": (1.0,) * 1000}, "tensor_split has 1000 shares; llama.cpp takes"),
     ],
 )
 def test_options_out_of_range_are_refused(llama, options, message):
     with pytest.raises(ValueError, match=message):
         llama.engine(**options)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "threads", "max_context"])
+def test_numbers_that_are_no_integers_are_refused(llama, name):
+    with pytest.raises(TypeError, match=f"{name}='3'; expected an integer, 1 or more"):
+        llama.engine(**{name: "3"})

@@ -181,6 +181,8 @@ def test_wrong_options_are_refused(llama: TinyModel) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             MLXEngine(llama.path, **options)
+    with pytest.raises(TypeError, match=r"^mlx_opts='x'; expected a mapping"):
+        MLXEngine(llama.path, mlx_opts="x")
 
 
 def test_an_execution_path_that_cannot_serve_is_refused(make: Make) -> None:

@@ -24,6 +24,7 @@ from genlm.cli import app
 from genlm_ray import cluster, serving
 from genlm_ray.conformance import RESOURCES
 from genlm_ray.replica import Replica
+from genlm_ray.spec import ReplicaSpec
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
 
@@ -437,6 +438,22 @@ def test_the_cluster_of_this_machine_is_asked_with_its_token(monkeypatch):
 def test_resources_without_a_positive_amount_are_refused(resources):
     with pytest.raises(ValueError, match="at least one of them above 0"):
         cluster.bundles_of(resources)
+
+
+@pytest.mark.parametrize("resources", ["abc", 3, [3], [[1]], {"num_cpus": "many"}])
+def test_resources_that_are_no_amounts_are_refused(resources):
+    with pytest.raises(TypeError, match=r"resources=.*: expected amounts by name"):
+        cluster.bundles_of(resources)
+
+
+def test_options_that_are_no_mapping_are_refused(monkeypatch):
+    with pytest.raises(TypeError, match=r"^engine_opts='x'; expected a mapping"):
+        ReplicaSpec("reference", "demo", engine_opts="x")
+    with pytest.raises(TypeError, match=r"^replicas='2'; expected an integer"):
+        ReplicaSpec("reference", "demo", replicas="2")
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    with pytest.raises(TypeError, match=r"^ray_opts='x'; expected a mapping"):
+        cluster.connect(None, "x", default="local")
 
 
 def test_an_interrupted_reservation_is_given_back(monkeypatch):

@@ -476,11 +476,12 @@ def test_aborts_and_drops_that_are_lost_cost_no_request(in_process, reference):
     ("option", "value"),
     [
         *[("max_in_flight", 0), ("max_in_flight", math.nan), ("ping_timeout_s", 0)],
+        *[("max_in_flight", "3"), ("ping_timeout_s", "3")],
         *[("step_timeout_s", 0), ("load_timeout_s", -3), ("load_timeout_s", math.inf)],
     ],
 )
 def test_numbers_out_of_range_are_refused_before_replicas_start(option, value):
-    with pytest.raises(ValueError, match=f"{option}={value}"):
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
         RayEngine("demo", engine="reference", **{option: value})
 
 

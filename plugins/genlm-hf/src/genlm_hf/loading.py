@@ -25,6 +25,7 @@ from genlm.plugin import (
     dtype_name,
     loading_stage,
     model_source,
+    options_mapping,
 )
 from genlm_hf.progress import hidden_progress_bars
 from genlm_hf.quantised import dedupe_logs, is_quantised
@@ -114,11 +115,8 @@ def check_decoder(config: Any, source: str, changes: Mapping[str, Any] | None = 
 
 def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:
     """Return `from_pretrained`'s arguments, and where to move the model afterwards."""
-    for name in ("hf_opts", "bitsandbytes_opts"):
-        value = getattr(options, name)
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{name}={value!r}; expected a mapping from names to values")
-    arguments = dict(options.hf_opts or {})
+    arguments = dict(options_mapping("hf_opts", options.hf_opts))
+    quantisation = options_mapping("bitsandbytes_opts", options.bitsandbytes_opts)
     if "torch_dtype" in arguments:
         if "dtype" in arguments:
             raise ValueError("'dtype' and its old name 'torch_dtype' are both in hf_opts")
@@ -132,8 +130,8 @@ def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device
     device = None if has_device_map else _device(options.device)
     if has_device_map:
         _require("hf_opts['device_map']", "accelerate", extra="accelerate")
-    if options.bitsandbytes_opts:
-        arguments |= _quantisation_arguments(options.bitsandbytes_opts, arguments, device)
+    if quantisation:
+        arguments |= _quantisation_arguments(quantisation, arguments, device)
         device = None
     if isinstance(arguments.get("dtype"), str):
         arguments["dtype"] = _dtype(arguments["dtype"], "auto")
@@ -150,7 +148,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch_device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"no device {device!r}; examples: 'cpu', 'cuda', 'cuda:1'") from error
     if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_budget_bytes
+from genlm.plugin import (
+    AdapterError,
+    EvaluationError,
+    ModelLoadError,
+    cache_budget_bytes,
+    checked_integer,
+)
 from genlm_llamacpp.batch import Part, TokenBatch
 from genlm_llamacpp.library import Batch, llama, metadata, recent_messages
 
@@ -38,6 +44,9 @@ _SHARE = 0.25  # default share of free memory for the cells
 
 CELLS_ROUNDED_TO = 256
 """llama.cpp rounds the number of cells of a sequence up to a multiple of this."""
+
+_LARGEST = {"n_ctx": 2**31 - 1, "n_seq_max": 256, "threads": 512, "threads_batch": 512}
+"""Maximum values; llama.cpp does not check the number of threads, and crashes with many."""
 
 _NO_ROOM = 1  # result of llama_decode without room
 
@@ -72,10 +81,10 @@ class ContextOptions:
         counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
         for name in (*counts, "n_ctx", "max_context"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; it must be 1 or more")
-        if self.n_seq_max > 256:
-            raise ValueError(f"n_seq_max={self.n_seq_max}; llama.cpp has at most 256 sequences")
+            if value is not None and checked_integer(name, value, 1) > _LARGEST.get(
+                name, value
+            ):
+                raise ValueError(f"{name}={value}; llama.cpp has at most {_LARGEST[name]}")
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
             if value is not None and value not in CACHE_TYPES:

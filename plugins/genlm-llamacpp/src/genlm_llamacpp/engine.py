@@ -80,6 +80,7 @@ class LlamaCppEngine(BatchEngine):
             parameters.
         VocabularyError: The bytes of a token are unknown.
         ValueError: An option is out of its range.
+        TypeError: A number is not an integer.
     """
 
     backend = "llamacpp"

@@ -95,7 +95,7 @@ class MLXEngine(PrefixEngine):
         )
         mlx_dtype = None if dtype in {None, "auto"} else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
-            model, mlx_opts or {}, trust_remote_code=trust_remote_code
+            model, mlx_opts, trust_remote_code=trust_remote_code
         )
         if mlx_dtype is not None:
             loaded.set_dtype(mlx_dtype)

@@ -12,7 +12,13 @@ import torch
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from genlm.plugin import ModelLoadError, dtype_name, loading_stage, model_source
+from genlm.plugin import (
+    ModelLoadError,
+    dtype_name,
+    loading_stage,
+    model_source,
+    options_mapping,
+)
 from genlm_mlx.published import mlx_settings, published_config
 
 _RESERVED_OPTIONS = {
@@ -26,7 +32,10 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 
 
 def load_model(
-    model: str | os.PathLike[str], mlx_opts: Mapping[str, Any], *, trust_remote_code: bool
+    model: str | os.PathLike[str],
+    mlx_opts: Mapping[str, Any] | None,
+    *,
+    trust_remote_code: bool,
 ) -> tuple[Any, Any, Mapping[str, Any], Any]:
     """Load a model, its tokenizer and its config with mlx-lm, and the config with transformers.
 
@@ -42,15 +51,16 @@ def load_model(
     Raises:
         ModelLoadError: The model does not exist, or mlx-lm cannot load it.
         ValueError: An option is reserved for the engine.
+        TypeError: `mlx_opts` is not a mapping.
     """
     from mlx_lm import load
 
+    options = dict(options_mapping("mlx_opts", mlx_opts))
     for name, reason in _RESERVED_OPTIONS.items():
-        if name in mlx_opts:
+        if name in options:
             raise ValueError(f"mlx_opts has {name!r}, which the engine decides: {reason}")
     source = model_source(model)
     loading_stage("weights and tokenizer")
-    options = dict(mlx_opts)
     if trust_remote_code:
         options["trust_remote_code"] = True
         tokenizer_config = {**options.get("tokenizer_config", {}), "trust_remote_code": True}

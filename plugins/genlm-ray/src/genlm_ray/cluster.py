@@ -27,7 +27,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genlm.plugin import ModelLoadError, describe_error
+from genlm.plugin import ModelLoadError, describe_error, options_mapping
 from genlm_ray.replica import Replica
 from genlm_ray.spec import ReplicaSpec, Resources
 
@@ -103,7 +103,7 @@ def connect(
         )
     with _lock:
         if not ray.is_initialized():
-            _connect(address, options or {}, default)
+            _connect(address, options_mapping("ray_opts", options), default)
         joined: str = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", "local") and not _is_same(address, joined):
             raise ModelLoadError(
@@ -393,14 +393,23 @@ def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
     """Translate a replica's resources to bundles with Ray's names, the first for the actor.
 
     Raises:
+        TypeError: `resources` are not mappings from names to numbers.
         ValueError: An amount is negative or NaN, or all amounts of a bundle are 0.
     """
     if resources is None:
         return [{"CPU": 1.0}]
     bundles = []
-    for amounts in [resources] if isinstance(resources, Mapping) else resources:
-        bundle = {_RAY_NAMES.get(name, name): float(amount) for name, amount in amounts.items()}
-        bundles.append({name: amount for name, amount in bundle.items() if amount})
+    try:
+        for amounts in [resources] if isinstance(resources, Mapping) else resources:
+            bundle = {
+                _RAY_NAMES.get(name, name): float(amount) for name, amount in amounts.items()
+            }
+            bundles.append({name: amount for name, amount in bundle.items() if amount})
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(
+            f"resources={resources!r}: expected amounts by name, such as {{'num_cpus': 1}}, or "
+            f"a list of these"
+        ) from None
     all_amounts = [amount for bundle in bundles for amount in bundle.values()]
     # Ray reserves no empty bundles.
     if not (bundles and all(bundles) and all(amount > 0 for amount in all_amounts)):

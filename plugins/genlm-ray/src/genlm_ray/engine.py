@@ -59,7 +59,8 @@ class RayEngine:
     Raises:
         ValueError: `max_in_flight` is less than 1, all amounts of `resources` are 0, an amount
             is negative, or a timeout is infinite or not positive.
-        TypeError: An option for loading replicas is set for a served model.
+        TypeError: An option for loading replicas is set for a served model, or an option is of
+            another type.
         ModelLoadError: There is no cluster, this process has joined another cluster, resources
             are missing, or the model is not served or cannot be loaded.
     """
@@ -94,8 +95,8 @@ class RayEngine:
         max_in_flight: int = 512,
         ray_opts: Mapping[str, Any] | None = None,
     ) -> None:
-        if not max_in_flight >= 1:  # or NaN
-            raise ValueError(f"max_in_flight={max_in_flight}; it must be 1 or more")
+        if not (isinstance(max_in_flight, (int, float)) and max_in_flight >= 1):  # or NaN
+            raise ValueError(f"max_in_flight={max_in_flight!r}; expected a number, 1 or more")
         check_seconds(ping_timeout_s=ping_timeout_s, load_timeout_s=load_timeout_s)
         self._groups: list[Any] = []
         self._submitted: list[AnyQuery] = []

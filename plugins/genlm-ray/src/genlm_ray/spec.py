@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genlm.plugin import ModelLoadError, find_backend
+from genlm.plugin import ModelLoadError, checked_integer, find_backend, options_mapping
 
 Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
@@ -23,7 +23,7 @@ _MINOR_VERSIONS = frozenset({"torch", "numpy"})
 def check_seconds(**times: float) -> None:
     """Raise `ValueError` unless times are finite and above 0."""
     for name, time_s in times.items():
-        if not 0 < time_s < math.inf:
+        if not (isinstance(time_s, (int, float)) and 0 < time_s < math.inf):
             raise ValueError(f"{name}={time_s!r}: expected a finite time above 0, in seconds")
 
 
@@ -104,7 +104,8 @@ class ReplicaSpec:
         place_timeout_s: Maximum time to wait for resources of the cluster that are in use.
 
     Raises:
-        TypeError: The model is an object, which cannot be sent.
+        TypeError: The model is an object, which cannot be sent, `engine_opts` is not a mapping,
+            or `replicas` is not an integer.
         ValueError: `replicas` is less than 1, or a timeout other than `place_timeout_s` is not
             finite and above 0.
         PluginError: The backend is not installed.
@@ -129,8 +130,8 @@ class ReplicaSpec:
                 f"model is a {type(self.model).__name__}; replicas load models themselves: "
                 f"pass a folder or a name"
             )
-        if self.replicas < 1:
-            raise ValueError(f"replicas={self.replicas}: expected at least 1")
+        options_mapping("engine_opts", self.engine_opts)
+        checked_integer("replicas", self.replicas, 1)
         check_seconds(
             driver_timeout_s=self.driver_timeout_s,
             step_timeout_s=self.step_timeout_s,

@@ -23,6 +23,7 @@ from genlm.plugin import (
     describe_error,
     loading_stage,
     model_source,
+    options_mapping,
     preserve_process_state,
     release_process,
 )
@@ -43,7 +44,6 @@ from genlm_sgl.loading import (
     default_options,
     environment,
     load_error,
-    options_mapping,
     runs_on_cpu,
 )
 from genlm_sgl.model_runner import server_options
@@ -111,7 +111,7 @@ class SGLEngine(PrefixEngine):
         gpu_id: int = 0,
         unverified: str = "warn",
     ) -> None:
-        requested = options_mapping(engine_opts)
+        requested = options_mapping("engine_opts", engine_opts)
         self._version = installed_version()
         check_version(self._version)
         self.closed = False

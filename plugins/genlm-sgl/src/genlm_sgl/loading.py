@@ -103,21 +103,6 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
     return options
 
 
-def options_mapping(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the caller's options, `{}` for None.
-
-    Raises:
-        TypeError: `engine_opts` is not a mapping.
-    """
-    options: object = {} if engine_opts is None else engine_opts
-    if not isinstance(options, Mapping):
-        raise TypeError(
-            f"engine_opts={engine_opts!r}; expected a dict of arguments of SGLang's "
-            f"ServerArgs, such as {{'max_total_tokens': 20_000}}"
-        )
-    return options
-
-
 def checked_options(options: Mapping[str, Any], supported: frozenset[str]) -> dict[str, Any]:
     """Check the caller's options and return a copy.
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
+from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name, options_mapping
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest size that vLLM supports there. With vLLM's
@@ -59,12 +59,7 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
         TypeError: `engine_opts` is not a mapping, or a number of workers is not an integer.
         ValueError: `dtype` is unknown.
     """
-    options: object = {} if engine_opts is None else engine_opts
-    if not isinstance(options, Mapping):
-        raise TypeError(
-            f"engine_opts={engine_opts!r}; expected a dict of arguments of vllm.EngineArgs, "
-            f"such as {{'max_num_seqs': 256}}"
-        )
+    options = options_mapping("engine_opts", engine_opts)
     for name in _PARALLEL_SIZES:
         if not isinstance(options.get(name, 1), int):
             raise TypeError(f"engine_opts[{name!r}]={options[name]!r}; expected an integer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, cast
 
@@ -173,6 +173,25 @@ def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
             f"that returns the engine. genlm.load_model loads a model by its name"
         )
     return build_engine
+
+
+def options_mapping(name: str, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the options of an engine's library, `{}` for None.
+
+    Args:
+        name: Name of the argument, such as `"engine_opts"`, for the message.
+        options: The argument.
+
+    Raises:
+        TypeError: `options` is not a mapping.
+    """
+    found: object = {} if options is None else options
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{name}={_short_repr(options)}; expected a mapping from names of options to "
+            f"values, such as {{'name': value}}"
+        )
+    return found
 
 
 def is_sequence_like(value: object) -> bool:

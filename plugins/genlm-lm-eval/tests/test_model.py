@@ -246,6 +246,9 @@ def test_arguments_without_effect_are_accepted_and_others_refused(lm):
         lm.generate_until(
             requests("generate_until", ("the", {"num_beams": 4, "suppress_tokens": [3]}))
         )
+    for until in ("", ["e", ""]):
+        with pytest.raises(ValueError, match=r"until=\[.*''\] has an empty text"):
+            lm.generate_until(requests("generate_until", ("the", {"until": until})))
 
 
 def test_a_context_makes_room_for_what_is_generated(lm, caplog):

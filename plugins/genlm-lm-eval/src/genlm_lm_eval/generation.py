@@ -46,11 +46,17 @@ class GenerationOptions:
             eos: Text of the EOS token, which is always a stop text.
 
         Raises:
-            ValueError: An unsupported argument would change the continuation, or the maximum
-                number of tokens is less than 1.
+            ValueError: An unsupported argument would change the continuation, a stop text is
+                empty, or the maximum number of tokens is less than 1.
         """
         arguments = dict(normalize_gen_kwargs(dict(gen_kwargs), max_tokens))
-        until = handle_stop_sequences(arguments.pop("until"), eos=eos)
+        until = arguments.pop("until")
+        if "" in until:
+            raise ValueError(
+                f"until={until!r} has an empty text, at which the harness's model hf ends every "
+                f"continuation after one token; leave it out, or set max_gen_toks=1"
+            )
+        until = handle_stop_sequences(until, eos=eos)
         limit: int = arguments.pop("max_gen_toks")
         draws: bool = arguments.pop("do_sample")
         temperature = float(arguments.pop("temperature", 0.0))

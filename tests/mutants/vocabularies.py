@@ -39,26 +39,6 @@ class DecodedAndEncoded(_WithPieces):
 
 
 @engine_mutant(killed_by="vocabulary-matches-the-rows")
-class IdsFromOne(_WithPieces):
-    """Counts token ids from 1."""
-
-    def __init__(self):
-        super().__init__()
-        tokens = [Token(i + 1, piece) for i, piece in enumerate(PIECES)]
-        self.vocabulary = dataclasses.replace(self.vocabulary, byte_vocab=tokens)
-
-
-@engine_mutant(killed_by="vocabulary-matches-the-rows")
-class AddedTokensWithoutStrings(_WithPieces):
-    """Lists strings for the base vocabulary only, without the tokens added to it."""
-
-    def __init__(self):
-        super().__init__()
-        texts = self.vocabulary.str_vocab[:-1]
-        self.vocabulary = dataclasses.replace(self.vocabulary, str_vocab=texts)
-
-
-@engine_mutant(killed_by="vocabulary-matches-the-rows")
 class BytesForMissingIds(_WithPieces):
     """Makes up bytes for an id that no token has."""
 

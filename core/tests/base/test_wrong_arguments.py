@@ -266,6 +266,10 @@ def test_of_what_makes_an_engine(caplog) -> None:
         TypeError, match="returned None, which is not an engine: it lacks vocab"
     ):
         AsyncLM(lambda: None)  # type: ignore[arg-type, return-value]
+    engine = ScriptedEngine()
+    engine.vocabulary = None  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"is NoneType; expected a genlm\.Vocabulary"):
+        AsyncLM(lambda: engine)
     assert not caplog.records
 
 

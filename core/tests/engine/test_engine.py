@@ -17,6 +17,7 @@ from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Engine, LoraEngine, PrefixCacheEngine
+from genlm.core.model.lm import AsyncLM
 from genlm.core.queries.query import Completion, GroupValues, Query
 from genlm.core.vocab import Token, Vocabulary
 
@@ -325,6 +326,7 @@ def test_halving_is_of_what_was_chosen() -> None:
     ("pick", "message"),
     [
         (lambda pending: [], "ChoosyEngine.choose returned none of 2 pending queries"),
+        (lambda pending: None, "ChoosyEngine.choose returned none of 2 pending queries"),
         (lambda pending: [Query(7, (1,))], "returned query 7, which is not pending"),
         (lambda pending: [pending[1], pending[1]], "query 101, .* or returned it twice"),
         (lambda pending: pending[1:], "1 of 2 pending queries without the first"),
@@ -337,6 +339,19 @@ def test_a_choice_that_cannot_be_evaluated_is_an_error(
     submitted(engine, [[0], [1]])
     with pytest.raises(EvaluationError, match=message):
         engine.step()
+    assert engine.batches == []
+
+
+@pytest.mark.parametrize("pick", [lambda _: None, lambda _: [], lambda groups: [*groups] * 2])
+def test_a_choice_of_groups_that_cannot_be_computed_is_an_error(pick: Callable) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    engine.choose_groups = pick
+    message = (
+        r"ScriptedEngine.choose_groups returned the groups \[.*\] of the pending \[\d+\]; "
+        "return at least one of them, without repetition"
+    )
+    with AsyncLM(lambda: engine) as llm, pytest.raises(EvaluationError, match=message):
+        llm.population([[1], [2]]).next_token_logprobs_sync()
     assert engine.batches == []
 
 

@@ -8,7 +8,7 @@ from programs import run_code
 from tokenizers import decoders, models
 
 from genlm.core.base.errors import VocabularyError
-from genlm.core.vocab import Vocabulary, decode_vocab
+from genlm.core.vocab import Token, Vocabulary, decode_vocab
 
 
 def words(**ids: int) -> tokenizers.Tokenizer:
@@ -22,6 +22,20 @@ def test_index_and_id_agree_in_every_family(byte_level, word_piece, llama, unigr
         byte_vocab, str_vocab = decode_vocab(tokenizer)
         assert [token.token_id for token in byte_vocab] == list(range(len(byte_vocab)))
         assert len(str_vocab) == len(byte_vocab)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names", "message"),
+    [
+        ([Token(0, b"a"), Token(1, b"b")], ["a"], "has 2 tokens and str_vocab 1 strings"),
+        ([Token(0, b"a"), Token(0, b"a")], ["a", "a"], r"\[1\] is .*; expected Token\(1, "),
+        ([Token(1, b"b"), Token(0, b"a")], ["b", "a"], r"\[0\] is .*; expected Token\(0, "),
+        ([b"a", b"b"], ["a", "b"], r"byte_vocab\[0\] is b'a'; expected Token\(0, ...\)"),
+    ],
+)
+def test_a_token_that_is_not_that_of_its_index_is_an_error(tokens, names, message):
+    with pytest.raises(VocabularyError, match=message):
+        Vocabulary(None, tokens, names)
 
 
 def test_a_vocabulary_knows_the_ids_that_no_token_has():

@@ -208,8 +208,8 @@ class BatchEngine(abc.ABC):
         """Evaluate the queries that `choose` returns; halve the batch to isolate errors.
 
         Raises:
-            EvaluationError: `choose` returned a query that is not pending, or did not return
-                the first one.
+            EvaluationError: `choose` or `choose_groups` returned nothing, or a query that is
+                not pending, or `choose` did not return the first one.
         """
         self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
         if self._group_is_next:
@@ -276,8 +276,18 @@ class BatchEngine(abc.ABC):
         """Remove the oldest group, or several groups that are computed together."""
         works = list(self._groups.values())
         if not works[0].is_begun:
-            pending = [work.query for work in works if not work.is_begun]
-            return [self._groups.pop(query.query_id) for query in self.choose_groups(pending)]
+            pending = {work.query.query_id: work.query for work in works if not work.is_begun}
+            chosen = [each.query_id for each in self.choose_groups([*pending.values()]) or ()]
+            if (
+                not chosen
+                or not pending.keys() >= set(chosen)
+                or len(set(chosen)) < len(chosen)
+            ):
+                raise EvaluationError(
+                    f"{type(self).__name__}.choose_groups returned the groups {chosen} of the "
+                    f"pending {[*pending]}; return at least one of them, without repetition"
+                )
+            return [self._groups.pop(query_id) for query_id in chosen]
         return [self._groups.pop(works[0].query.query_id)]
 
     def _evaluate_together(self, works: Sequence[GroupWork]) -> None:

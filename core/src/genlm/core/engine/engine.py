@@ -125,13 +125,18 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return an engine unchanged; reject an object that lacks a member of `Engine`."""
+    """Return an engine unchanged; reject an object that lacks members of `Engine`."""
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
             f"the function that builds the engine returned {engine!r}, which is not an engine: "
             f"it lacks "
             f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
+        )
+    if not isinstance(engine.vocabulary, Vocabulary):
+        raise TypeError(
+            f"the vocabulary of {engine!r} is {type(engine.vocabulary).__name__}; expected a "
+            f"genlm.Vocabulary"
         )
     return engine
 

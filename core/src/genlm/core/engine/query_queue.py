@@ -74,7 +74,7 @@ class QueryQueue:
         """
         pending = sorted(self._queries.values(), key=lambda q: self._turn_of[q.query_id])
         first, must_contain_first = pending[0].query_id, not self._unfinished
-        batch = list(choose(pending))
+        batch = list(choose(pending) or ())
         turns = [self._turn_of[q.query_id] for q in batch if q.query_id in self._turn_of]
         self._turns.begin_step(min(turns, default=0))
         for query in batch:

@@ -39,12 +39,29 @@ class Vocabulary:
         str_vocab: One readable string per id, for display only.
         missing_ids: Ids below `size` without a token, ascending. Their entries in
             `byte_vocab` are empty and their probabilities are 0 in every row.
+
+    Raises:
+        VocabularyError: An entry of `byte_vocab` is not the token of its index, or `str_vocab`
+            has another length.
     """
 
     tokenizer: Any
     byte_vocab: list[Token]
     str_vocab: list[str]
     missing_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.str_vocab) != len(self.byte_vocab):
+            raise VocabularyError(
+                f"byte_vocab has {len(self.byte_vocab)} tokens and str_vocab "
+                f"{len(self.str_vocab)} strings; expected one string for each token"
+            )
+        for index, token in enumerate(self.byte_vocab):
+            if not isinstance(token, Token) or token.token_id != index:
+                raise VocabularyError(
+                    f"byte_vocab[{index}] is {token!r}; expected Token({index}, ...): index i "
+                    f"of byte_vocab is the token with token_id i"
+                )
 
     def __repr__(self) -> str:
         missing = f", {len(self.missing_ids)} of them without a token" * bool(self.missing_ids)

@@ -535,6 +535,9 @@ def test_rows_that_are_not_log_probabilities_are_refused(tiny: genlm.AsyncLM) ->
     rows = population.next_token_logprobs_sync()
     with pytest.raises(ValueError, match=r"rows of shape \(2, 7\); expected \(3, 7\)"):
         population.draw_sync(rows=rows[:2])
+    for wrong in ("a", [[0.0], [0.0, 1.0]], [None]):
+        with pytest.raises(TypeError, match=r"rows is .*; expected log-probabilities, shape"):
+            population.draw_sync(rows=wrong)
     rows[0] = rows[2] = 0.0  # a finished member draws nothing
     with pytest.raises(ValueError, match=r"of members \[2\] do not sum to 1; pass log-prob"):
         population.draw_sync(rows=rows)

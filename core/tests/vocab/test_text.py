@@ -211,6 +211,9 @@ def test_the_first_token_follows_nothing_if_there_is_no_begin_token() -> None:
     vocabulary = byte_level(bos_token=None, eos_token=None)
     assert encode_continuation(vocabulary, "", "a") == (encode(vocabulary, "a"), 1)
     assert encode_continuation(vocabulary, "aa", "a") == (encode(vocabulary, "aaa"), 2)
+    for texts in (("a", None), (None, "a"), ("a", ["a"])):
+        with pytest.raises(TypeError, match=r"encode takes a string; found (NoneType|list)"):
+            encode_continuation(vocabulary, *texts)
 
 
 @pytest.mark.parametrize(

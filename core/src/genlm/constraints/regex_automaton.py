@@ -52,6 +52,8 @@ def compile_index(pattern: str) -> Any:
         if "Found no transitions" in str(error):
             message = "it has a part that no text matches, such as the class [a&&b]"
             raise ValueError(message) from error
+        if "building NFA" in str(error):  # outlines-core omits the reason
+            raise ValueError("its syntax is invalid or not supported") from error
         raise ValueError(str(error)) from error
 
 

@@ -53,7 +53,7 @@ class GenerationOptions:
         until = arguments.pop("until")
         if "" in until:
             raise ValueError(
-                f"until={until!r} has an empty text, at which the harness's model hf ends every "
+                f"until={until!r} has an empty text, at which the harness's model hf ends each "
                 f"continuation after one token; leave it out, or set max_gen_toks=1"
             )
         until = handle_stop_sequences(until, eos=eos)

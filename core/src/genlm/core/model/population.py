@@ -329,7 +329,13 @@ class Population(MemberScores):
         """Draw as `_draw` for the active members from log-probabilities of all members."""
         size, active = self._lm.vocabulary.size, settings.active
         if not isinstance(rows, torch.Tensor):
-            rows = torch.as_tensor(rows, device="cpu")
+            try:
+                rows = torch.as_tensor(rows, device="cpu")
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"rows is {type(rows).__name__}; expected log-probabilities, shape "
+                    f"({len(self)}, {size}): a tensor or an array ({error})"
+                ) from error
         if rows.shape != (len(self), size):
             raise ValueError(
                 f"rows of shape {tuple(rows.shape)}; expected ({len(self)}, {size}), the "

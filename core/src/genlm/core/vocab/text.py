@@ -35,11 +35,7 @@ class Tokenizer(Protocol):
 
 def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
     """Encode a text, by default as the beginning of a prompt; see `AsyncLM.encode`."""
-    if not isinstance(text, str):
-        raise TypeError(
-            f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
-            f"decode takes token ids"
-        )
+    _check_string(text)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # tokenizers raise errors about types
@@ -58,6 +54,14 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
     else:
         without_special = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids
     return _with_bos(vocabulary, ids, without_special) if begin else without_special
+
+
+def _check_string(text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(
+            f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
+            f"decode takes token ids"
+        )
 
 
 def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
@@ -88,6 +92,8 @@ def encode_continuation(
     encode: Callable[..., list[int]] = encode,
 ) -> tuple[list[int], int]:
     """Encode a text after a prompt by `encode`; see `AsyncLM.encode_continuation`."""
+    _check_string(prompt)
+    _check_string(text)
     begin = encode(vocabulary, "")
     if not begin and vocabulary.eos_token_id is not None:
         begin = [vocabulary.eos_token_id]

@@ -129,6 +129,22 @@ def test_a_wait_is_continued_until_the_result_arrives() -> None:
         wait_for(failed)
 
 
+def test_a_time_limit_of_a_signal_handler_ends_the_wait() -> None:
+    class Interrupted(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            self.set_result(7)
+            raise TimeoutError("the time limit of the program")
+
+    with pytest.raises(TimeoutError, match="the time limit of the program"):
+        wait_for(Interrupted())
+    failed: Future[int] = Future()
+    with pytest.raises(TimeoutError) as raised:  # of a wait in an engine
+        Future[int]().result(0)
+    failed.set_exception(raised.value)
+    with pytest.raises(TimeoutError):
+        wait_for(failed)
+
+
 def test_a_blocking_method_is_refused_on_the_engines_own_thread(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine())
     for ask in (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import inspect
 import threading
@@ -31,6 +30,9 @@ _NO_LOOP = (
 _WAIT_S = 0.1
 """Duration after which Ctrl-C ends a wait on Windows before Python 3.14, which handles it only
 between two waits."""
+
+_RESULT_CODE = concurrent.futures.Future.result.__code__
+"""Code that raises the `TimeoutError` of a wait."""
 
 _thread = threading.local()
 """Has the attribute `is_blocking` on threads that run or have run a blocking twin."""
@@ -99,11 +101,20 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_for(future: concurrent.futures.Future[T]) -> T:
-    """Return the result of a future, or raise its error; Ctrl-C ends the wait."""
+    """Return the result of a future, or raise its error; Ctrl-C ends the wait.
+
+    So does the error of another signal handler, such as a time limit with `signal.alarm`.
+    """
     try:
         while True:
-            with contextlib.suppress(TimeoutError):
+            try:
                 return future.result(_WAIT_S)
+            except TimeoutError as error:
+                trace = error.__traceback__
+                while trace is not None and trace.tb_next is not None:
+                    trace = trace.tb_next
+                if trace is None or trace.tb_frame.f_code is not _RESULT_CODE:
+                    raise
             if future.done():
                 return future.result()  # also if its error is a `TimeoutError`
     finally:

@@ -295,8 +295,11 @@ class Broken(NoTwo):
     def __init__(self, size: int, **defect: Any) -> None:
         super().__init__(np.zeros(size, np.int64))
         self.defect = defect
-        if "log_potential" in defect:
-            self.log_potential = defect["log_potential"]
+        for name in defect.keys() & {"finished", "log_potential"}:
+            setattr(self, name, defect[name])
+
+    def __len__(self) -> int:
+        return len(self.mask_index)
 
     def masks(self) -> Any:
         return self.defect.get("masks", super().masks())
@@ -322,6 +325,9 @@ class Broken(NoTwo):
         ({"log_potential": np.zeros(3)}, ValueError, r"Broken.log_potential has shape \(3,\)"),
         ({"log_potential": [math.nan, 0]}, ValueError, "Broken.log_potential is NaN or inf"),
         ({"log_potential": [True, True]}, TypeError, "Broken.log_potential has booleans"),
+        ({"finished": [False]}, ValueError, r"Broken.finished has shape \(1,\) and type bool"),
+        ({"finished": [0, 1]}, ValueError, r"type int64; expected \(2,\) booleans"),
+        ({"finished": len}, ValueError, r"shape \(\) and type object; expected \(2,\)"),
     ],
 )
 def test_a_defect_of_a_constraint_of_ones_own_is_named(llm, defect, error, message):

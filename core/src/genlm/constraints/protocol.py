@@ -207,7 +207,15 @@ class Constraint(ABC):
 
 def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:
     """Return `finished` or `log_potential`, which may be a list or a tensor, as an array."""
-    return host_array(getattr(constraint, name), f"{type(constraint).__name__}.{name}")
+    full_name = f"{type(constraint).__name__}.{name}"
+    values = host_array(getattr(constraint, name), full_name)
+    size = len(constraint)
+    if name == "finished" and (values.shape != (size,) or (size and values.dtype != bool)):
+        raise ValueError(
+            f"{full_name} has shape {values.shape} and type {values.dtype}; expected ({size},) "
+            f"booleans"
+        )
+    return values
 
 
 def checked_result(

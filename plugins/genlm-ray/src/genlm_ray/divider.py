@@ -184,9 +184,7 @@ class Divider:
             if not isinstance(query, GroupQuery):
                 divided.append(query)
                 continue
-            division = division_of(
-                Request(query.generation, query.wanted, sessions, replicas)
-            )
+            division = division_of(Request(query.generation, query.wanted, sessions, replicas))
             columns = Columns(query.reduction, len(query.row_of))
             self._queries[query.query_id] = _DividedQuery(query, division, columns)
             parts = list(self._queries[query.query_id].parts())

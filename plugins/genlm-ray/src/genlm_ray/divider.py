@@ -130,7 +130,9 @@ class _DividedQuery:
         division, count = self.division, len(places)
         longest = max(sample.token_ids.shape[1] for sample in self.samples.values())
         token_ids = torch.full((count, longest), -1, device="cpu")
-        logprobs, draw_logprob = torch.zeros(2, count, longest, device="cpu").float()
+        logprobs, draw_logprob = torch.zeros(
+            2, count, longest, dtype=torch.float32, device="cpu"
+        )
         parts, part_places = division.parts.copy(), division.places[places]
         for part, members in enumerate(division.split(places)):
             if part in self.samples:  # otherwise all its members are finished

@@ -14,8 +14,8 @@ generation before it, so each sequence is computed by the replica that has its p
 Resampling thus makes some parts larger than others, and a request takes longer by the rows of
 the largest part that exceed an equal share. When the sum of these rows reaches the cost of
 computing the prefixes of some sequences again, in other replicas, all sequences are assigned to
-parts anew. The rows that exceed equal shares and the recomputed tokens then cost at most twice
-as much as if the best time had been known before.
+parts anew. The rows that exceed equal shares and the recomputed tokens then cost about twice as
+much, at most, as if the best time for it had been known before.
 """
 
 from __future__ import annotations

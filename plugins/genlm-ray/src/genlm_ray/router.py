@@ -5,7 +5,7 @@ Those of a long request take turns with those of later requests (`genlm.plugin.T
 work of a replica is counted in rows: its unanswered queries, and the tokens of their contexts
 that it has not computed. A query is assigned to the replica that has most of its context,
 unless another replica has so much less work that recomputing the missing tokens saves time. A
-population is assigned to the replica that has its state.
+part of a population (`division`) is assigned to the replica that has its state.
 
 The router is deterministic: equal calls have equal results. `benchmarks/simulate_replicas.py`
 therefore runs it at any scale.

@@ -1,8 +1,8 @@
 """Messages of drivers and replicas: sequences by blocks, populations and rows as arrays.
 
 The sequences of a message share their blocks, so that a common prompt is sent once. For a part
-of a population, only the columns that its replica does not have are sent. The rows of a message are
-one numpy array, which Ray stores and maps without copying.
+of a population, only the columns that its replica does not have are sent. The rows of a message
+are one numpy array, which Ray stores and maps without copying.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _balanced(division: Division, request: Request, count: int) -> Division:
     if excess <= 0:
         return division
     excess += division.excess
-    if excess < division.next_check:
+    if excess < max(division.next_check, len(wanted) // 16):  # not worth it
         return replace(division, excess=excess)
     part_of, held = _assignment(holder, len(distinct), wanted, count)
     is_moved = held[part_of[wanted]] != holder[wanted]

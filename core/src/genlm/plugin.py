@@ -79,7 +79,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.queries.query import Reduced as Reduced
     from genlm.core.queries.query import Reduction as Reduction
     from genlm.core.queries.query import TokenScores as TokenScores
-    from genlm.core.queries.query import check_query as check_query
+    from genlm.core.queries.query_checks import check_query as check_query
     from genlm.core.queries.sequence import PackedSequences as PackedSequences
     from genlm.core.queries.sequence import TokenSequence as TokenSequence
     from genlm.core.queries.sequence import pack_sequences as pack_sequences

@@ -24,7 +24,8 @@ from genlm.core.base.errors import (
     UnknownAdapterError,
 )
 from genlm.core.base.validation import checked_integers, checked_token_ids
-from genlm.core.queries.query import Query, check_query
+from genlm.core.queries.query import Query
+from genlm.core.queries.query_checks import check_query
 
 NUMPY_INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 TORCH_INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16]

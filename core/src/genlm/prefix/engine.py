@@ -19,7 +19,8 @@ from genlm.core.base.statistics import Count
 from genlm.core.engine.batch_engine import BatchEngine
 from genlm.core.engine.engine import Capability
 from genlm.core.engine.halving import UnfinishedError
-from genlm.core.queries.query import GroupQuery, GroupValues, Query, check_query
+from genlm.core.queries.query import GroupQuery, GroupValues, Query
+from genlm.core.queries.query_checks import check_query
 from genlm.engines.adapter_table import AdapterTable
 from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.rows import PrefixRows

@@ -145,15 +145,11 @@ class _DividedQuery:
                 parts[part] = sample.generation
         generation, new_places = self.group.generation.extended(places, token_ids.numpy())
         if generation.state is None:
-            columns = np.empty((3, len(generation.lineage)), np.int64)
-            columns[0, new_places] = division.part_of[places]
-            columns[1, new_places] = part_places
-            columns[2, new_places] = division.prompt_of[places]
-            part_of, places, prompt_of = columns
+            part_of, places_in_parts = np.empty((2, len(generation.lineage)), np.int64)
+            part_of[new_places] = division.part_of[places]
+            places_in_parts[new_places] = part_places
             generation.keep(
-                replace(
-                    division, parts=parts, part_of=part_of, places=places, prompt_of=prompt_of
-                )
+                replace(division, parts=parts, part_of=part_of, places=places_in_parts)
             )
         return SampledGroup(token_ids, logprobs, draw_logprob, generation, new_places, finished)
 

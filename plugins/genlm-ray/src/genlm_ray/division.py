@@ -1,6 +1,6 @@
 """`Division`: the sequences of a population in parts, each of which one replica computes.
 
-A part is a generation of its own. The next generation of a population extends the parts of the
+Each part is a separate generation. The next generation of a population extends the parts of the
 generation before it, so each sequence is computed by the replica that has its prefix::
 
     sequences of a generation      0  1  2  3  4  5
@@ -48,7 +48,6 @@ class Division:
         parts: Generations of a part of the sequences each.
         part_of: Index of the part of each sequence, shape `(n,)`.
         places: Index of each sequence in its part, shape `(n,)`.
-        prompt_of: Index in the first lineage of the sequence that each continues, shape `(n,)`.
         excess: Sum, over the requests since the sequences were assigned, of the rows of the
             largest part that exceed an equal share.
         next_check: Excess from which on it is compared with the cost of moving sequences.
@@ -57,7 +56,6 @@ class Division:
     parts: list[Generation]
     part_of: _Integers64
     places: _Integers64
-    prompt_of: _Integers64
     excess: int = 0
     next_check: int = 0
 
@@ -74,14 +72,10 @@ class Division:
             return self
         members = np.arange(len(lineage))
         origins, columns = lineage.suffixes(members, earlier.lineage)
-        prompt_of = self.prompt_of[origins]
         [part, *others] = self.parts
         if not others and part.lineage is earlier.lineage:
             parts = [Generation(lineage, part)]
-            zeros = np.zeros_like(members)
-            return replace(
-                self, parts=parts, part_of=zeros, places=members, prompt_of=prompt_of
-            )
+            return replace(self, parts=parts, part_of=np.zeros_like(members), places=members)
         parts, part_of, places = [], members.copy(), members.copy()
         for part, chosen in zip(self.parts, self.split(origins), strict=True):
             if len(chosen):  # otherwise no sequence continues one of this part
@@ -89,7 +83,7 @@ class Division:
                 extended, places[chosen] = part.extended(before, columns[chosen])
                 part_of[chosen] = len(parts)
                 parts.append(extended)
-        return replace(self, parts=parts, part_of=part_of, places=places, prompt_of=prompt_of)
+        return replace(self, parts=parts, part_of=part_of, places=places)
 
 
 class Request(NamedTuple):
@@ -121,7 +115,7 @@ def division_of(request: Request) -> Division:
     base.joined = placed_sources(root)
     part = base if lineage is root.lineage else Generation(lineage, base)
     members = np.arange(len(lineage))
-    return Division([part], np.zeros_like(members), members, _prompts(lineage))
+    return Division([part], np.zeros_like(members), members)
 
 
 def placed_sources(generation: Generation) -> list[Source]:
@@ -159,17 +153,13 @@ def _balanced(division: Division, request: Request, count: int) -> Division:
         return replace(division, excess=excess)
     part_of, held = _assignment(holder, len(distinct), wanted, count)
     is_moved = held[part_of[wanted]] != holder[wanted]
-    if not _reaches_cost(excess, division, request, part_of, is_moved):
+    if not _reaches_cost(excess, request, part_of, is_moved):
         return replace(division, excess=excess, next_check=int(1.25 * excess) + 1)
     return _assigned(request, count)
 
 
 def _reaches_cost(
-    excess: int,
-    division: Division,
-    request: Request,
-    part_of: _Integers64,
-    is_moved: npt.NDArray[np.bool_],
+    excess: int, request: Request, part_of: _Integers64, is_moved: npt.NDArray[np.bool_]
 ) -> bool:
     """Whether the excess has reached the cost of moving sequences to other replicas.
 
@@ -178,18 +168,18 @@ def _reaches_cost(
 
     Args:
         excess: Number of rows.
-        division: The division of the generation.
         request: The request.
         part_of: Index of the new part of each sequence.
         is_moved: Which of the requested sequences are moved.
     """
     lineage, wanted = request.generation.lineage, request.wanted
-    prompts = lineage.first.lengths
-    keys = part_of[wanted] * len(prompts) + division.prompt_of[wanted]
-    missing = np.setdiff1d(keys[is_moved], keys[~is_moved])
-    count = int(part_of.max()) + 1
-    tokens = np.bincount(missing // len(prompts), prompts[missing % len(prompts)], count)
     places, parts = wanted[is_moved], part_of[wanted[is_moved]]
+    # The tokens of prompts that a part does not have.
+    lengths = lineage.first.lengths
+    prompts = lineage.origins(wanted, lineage.first) + part_of[wanted] * len(lengths)
+    missing = np.setdiff1d(prompts[is_moved], prompts[~is_moved])
+    count = int(part_of.max()) + 1
+    tokens = np.bincount(missing // len(lengths), lengths[missing % len(lengths)], count)
     while TOKEN_COST * tokens.max() <= excess:
         if lineage.parent is None:
             return True
@@ -222,7 +212,7 @@ def _assigned(request: Request, count: int) -> Division:
             common = [source.of(members) for source in [*sources.values()][index]]
             generation.joined = [source for source in common if len(source.places)]
         parts.append(generation)
-    return Division(parts, part_of, places, _prompts(lineage))
+    return Division(parts, part_of, places)
 
 
 def _assignment(
@@ -251,9 +241,5 @@ def _assignment(
     free = wanted[part_of[wanted] < 0]
     room = sizes - np.bincount(part_of[wanted] + 1, minlength=count + 1)[1:]
     part_of[free] = np.repeat(np.arange(count), room)  # neighbours often share a prefix
-    part_of[part_of < 0] = 0  # sequences that nobody requests
+    part_of[part_of < 0] = 0  # sequences that are not requested
     return part_of, np.append(kept, np.full(count - len(kept), -1))
-
-
-def _prompts(lineage: Lineage) -> _Integers64:
-    return lineage.origins(np.arange(len(lineage)), lineage.first)

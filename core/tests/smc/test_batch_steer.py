@@ -323,7 +323,7 @@ class BrokenDraw(NoTwo):
         (
             "log_potential",
             ValueError,
-            r"Broken.log_potential has shape \(8,\); expected \(7,\)",
+            r"Broken.log_potential has shape \(8,\) and type float64; expected \(7,\)",
         ),
         ("mask_index", TypeError, "mask_index must be integers"),
         (BrokenDraw, ValueError, "BrokenDraw.draw returned 8 draws for 7 members"),

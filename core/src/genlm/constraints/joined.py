@@ -63,16 +63,8 @@ class JoinedConstraint(Constraint):
         return log_potential
 
     def _attribute(self, name: str) -> Any:
-        columns = []
-        for part, members in self._pairs:
-            values = attribute_values(part, name)
-            if values.shape not in {(), members.shape}:
-                raise ValueError(
-                    f"{type(part).__name__}.{name} has shape {values.shape}; expected "
-                    f"{members.shape}"
-                )
-            columns.append(np.broadcast_to(values, members.shape))
-        return np.concatenate(columns)[self._order]
+        values = [attribute_values(part, name) for part in self._parts]
+        return np.concatenate(values)[self._order]
 
     def __len__(self) -> int:
         return len(self._order)

@@ -174,11 +174,7 @@ class Constraint(ABC):
     @property
     def _finished_and_dead(self) -> tuple[Flags | None, Flags | None]:
         """Flags of the finished and of the dead members; None if there are none."""
-        log_potential, size = attribute_values(self, "log_potential"), len(self)
-        if log_potential.shape != (size,):
-            name = f"{type(self).__name__}.log_potential"
-            raise ValueError(f"{name} has shape {log_potential.shape}; expected ({size},)")
-        dead = np.isneginf(log_potential)
+        dead = np.isneginf(attribute_values(self, "log_potential"))
         return attribute_values(self, "finished") & ~dead, dead
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
@@ -206,14 +202,22 @@ class Constraint(ABC):
 
 
 def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:
-    """Return `finished` or `log_potential`, which may be a list or a tensor, as an array."""
-    full_name = f"{type(constraint).__name__}.{name}"
+    """Return `finished` or `log_potential`, which may be a list or a tensor, as an array.
+
+    One number is the `log_potential` of all members.
+
+    Raises:
+        ValueError: There is no value for each member, or `finished` are not booleans.
+    """
+    full_name, shape = f"{type(constraint).__name__}.{name}", (len(constraint),)
     values = host_array(getattr(constraint, name), full_name)
-    size = len(constraint)
-    if name == "finished" and (values.shape != (size,) or (size and values.dtype != bool)):
+    is_flags = name == "finished"
+    if not is_flags and not values.shape:
+        values = np.full(shape, values)
+    if values.shape != shape or (is_flags and values.size and values.dtype != bool):
         raise ValueError(
-            f"{full_name} has shape {values.shape} and type {values.dtype}; expected ({size},) "
-            f"booleans"
+            f"{full_name} has shape {values.shape} and type {values.dtype}; expected {shape} "
+            f"{'booleans' if is_flags else 'numbers'}"
         )
     return values
 

@@ -275,10 +275,10 @@ class GroupReduction(abc.ABC):
             By default a reduction that calls this one, and thus contains the columns of all
             members.
         """
-        return _MembersOf(self, members)
+        return MembersOf(self, members)
 
 
-class _MembersOf(GroupReduction):
+class MembersOf(GroupReduction):
     """A reduction of some members of another one."""
 
     def __init__(self, reduction: GroupReduction, members: Integers64) -> None:

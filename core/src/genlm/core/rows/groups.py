@@ -16,7 +16,13 @@ from genlm.core.base.arrays import ranges
 from genlm.core.base.error_handling import errors_of
 from genlm.core.base.errors import EvaluationError
 from genlm.core.queries.generations import Integers64, is_identity
-from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
+from genlm.core.queries.query import (
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    GroupValues,
+    MembersOf,
+)
 from genlm.core.rows.logits import (
     checked_values,
     invalid_rows,
@@ -49,7 +55,7 @@ def compute_columns(
             entry for each member.
     """
     compute = reduction.compute_from_logits if are_logits else reduction.compute
-    kind = type(getattr(reduction, "reduction", reduction))  # of a reduction that it contains
+    kind = type(reduction.reduction if isinstance(reduction, MembersOf) else reduction)
     name = f"{kind.__name__}.{compute.__name__}"
     columns: Any  # of a user's function, which may return anything
     with errors_of(name):

@@ -14,20 +14,23 @@ import torch
 
 from genlm import Population, PopulationError
 from genlm.core.queries.joined_generations import joined_generation
+from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import (
     Completion,
     Generation,
     GroupQuery,
     GroupReduction,
     GroupResult,
+    GroupSampling,
     Lineage,
     Query,
+    SampledGroup,
     TokenSequence,
 )
 from genlm_ray import division
 from genlm_ray.divider import Divider
 from genlm_ray.division import Division, Request, division_of
-from genlm_ray.wire import PlacedGeneration
+from genlm_ray.wire import PlacedGeneration, place_sample
 
 SESSIONS = (5, 6, 7)
 
@@ -246,7 +249,6 @@ def test_results_of_parts_are_joined_by_member_and_errors_by_sequence():
         np.array([4, 1, 0, 1, 3]), np.array([[9], [8], [7], [6], [5]])
     )
     parts = divider.divide([_group(8, longer, 5)])
-    assert all((np.diff(part.wanted) > 0).all() for part in parts)
     [completion] = divider.join([Completion(part.query_id, _computed(part)) for part in parts])
     assert completion.result.columns[1].tolist() == [3, 3, 1, 1, 0, 0, 1, 1, 4, 4]
     # Populations that are computed at the same time share the replicas.
@@ -271,6 +273,33 @@ def test_results_of_parts_are_joined_by_member_and_errors_by_sequence():
     divider.abort(7)  # a query for one sequence
     assert aborted[2:] == [*(part.query_id for part in parts), 7]
     assert (divider._queries, divider._owners) == ({}, {})
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_continuations_are_joined_and_queries_for_parts_are_in_the_order_of_their_sequences():
+    divider = Divider(lambda: (5, 6), lambda _: None)
+    generation = _prompts(4, 4, 4, 4)
+    sampling = GroupSampling(
+        np.array([1, 0, 3, 3]), np.zeros(4, bool), np.ones(4, np.int64), RowWeights((4, 60)),
+        np.arange(4), 0, frozenset(), (),
+    )  # fmt: skip
+    wanted, row_of = np.array([0, 1, 3]), np.array([1, 0, 2, 2])
+    query = GroupQuery(1, generation, wanted, row_of, MemberAndRow(), sampling=sampling)
+    tokens, completions = torch.tensor([[7], [8], [5], [5]]), []
+    for part, members in zip(divider.divide([query]), ([0, 1], [2, 3]), strict=True):
+        nothing, unset = torch.zeros(2, 1), np.zeros(2, bool)
+        sample = SampledGroup(tokens[members], nothing, nothing, None, None, unset)
+        state = PlacedGeneration(5, ~part.query_id, deque())
+        completions.append(Completion(part.query_id, place_sample(part, sample, state)))
+    [completion] = divider.join(completions)
+    sampled = completion.result
+    assert torch.equal(sampled.token_ids, tokens)
+    found = [each.token_ids for each in sampled.generation.lineage.sequences(sampled.places)]
+    assert [(ids[0], ids[-1]) for ids in found] == [(1, 7), (0, 8), (3, 5), (3, 5)]
+    parts = divider.divide([_group(2, sampled.generation, 3)])
+    assert [part.wanted.tolist() for part in parts] == [[0, 1], [0]]
+    [completion] = divider.join([Completion(part.query_id, _computed(part)) for part in parts])
+    assert completion.result.columns[1].tolist() == [3, 3, 1, 1, 0, 0]
 
 
 # -- with replicas --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from documents import REPOSITORY, blocks, run
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pretend_device import SECOND, accelerated
 
 import genlm
 from genlm.testing import TinyModel
@@ -61,6 +62,14 @@ def spans(monkeypatch) -> InMemorySpanExporter:
 
     monkeypatch.setattr(trace, "set_tracer_provider", set_tracer_provider)
     return exporter
+
+
+def test_the_guide_runs_on_an_accelerator(monkeypatch, spans):
+    """Rows and results are on different devices."""
+    torch.manual_seed(0)  # of the adapter
+    with accelerated(monkeypatch):
+        names = asyncio.run(run("".join(blocks("docs/guide.md")), {}))
+    assert names["product"].device == names["difference"].device == SECOND
 
 
 def test_the_guide_runs_from_top_to_bottom_as_it_stands(caplog, spans):

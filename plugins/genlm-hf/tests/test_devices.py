@@ -1,6 +1,6 @@
 """Models on accelerators and spread over several, as far as a CPU can show it.
 
-The accelerators are those of `pretend_device`.
+The accelerators are simulated; see `pretend_device`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from pretend_device import FIRST, SECOND, Pretence, moved
 
 from genlm import AsyncLM, Capability, Mask, OutputCache, Query, UnsupportedCapabilityError
 from genlm.core.rows.reductions import Draw
@@ -24,7 +25,6 @@ from genlm_hf.storage import LayerShape, default_budget_bytes
 
 from .families import FAMILIES
 from .population import Oracle, particles, used
-from .pretend_device import FIRST, SECOND, Pretence, moved
 from .test_adapters import make_adapter
 from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
 

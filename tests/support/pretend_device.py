@@ -1,25 +1,29 @@
-"""Accelerators that the CPU pretends to have: real numbers, and no operation across devices.
+"""Simulated accelerators, whose tensors have values and cannot be mixed with those of the CPU.
 
-A tensor of theirs says that it is on such a device, refuses what CUDA refuses (numpy, tensors
-of other devices beside it, indices and scalars excepted) and computes on the CPU. `PRETENCE`
-does the same for operations that make tensors from a device's name.
+A tensor on a simulated device is computed on the CPU. It raises the errors of a tensor on a
+CUDA device: operations with tensors of other devices, except indices and scalars, and
+conversions to numpy. `Pretence` does the same for operations that create tensors on a device.
 
-Memory that was not written yet is NaN.
+Uninitialised memory is NaN.
 
-What it cannot show: kernels and their rounding, streams, memory that runs out, and all that
-is done for the name "cuda" alone.
+The simulation does not show errors of kernels, rounding, streams, memory that runs out, or code
+that runs only on devices of type "cuda".
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["FIRST", "SECOND", "Pretence", "moved"]
+__all__ = ["FIRST", "SECOND", "Pretence", "accelerated", "moved"]
 
 _KIND = "privateuseone"  # the name that torch reserves for devices that it does not know
 _CPU = torch.device("cpu")
@@ -30,7 +34,7 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 
 class _Elsewhere(torch.Tensor):
-    """A tensor on a device that does not exist; `here` holds its numbers."""
+    """A tensor on a simulated device; `here` has its values."""
 
     here: torch.Tensor
 
@@ -56,32 +60,42 @@ class _Elsewhere(torch.Tensor):
         return f"{self.here!r} on {self.device}"
 
     def tolist(self) -> Any:
-        """Return the numbers."""
+        """Return the values."""
         return self.here.tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the values."""
+        return self.here.untyped_storage()
 
 
 class Pretence(TorchDispatchMode):
-    """While it is entered, on one thread, the devices exist there.
+    """The mode in which a thread can create tensors on the simulated devices.
 
     Args:
         has_float64: Whether the devices have float64, which Apple's GPUs lack.
+
+    Attributes:
+        copies: Devices to which tensors of the CPU were copied, in order.
+        reads: Number of copies from a device to the CPU, which wait for the device.
     """
+
+    _entered: ClassVar[int] = 0
 
     def __init__(self, *, has_float64: bool = True) -> None:
         super().__init__()
         self._has_float64 = has_float64
         self.copies: list[torch.device] = []
-        """Where tensors of the CPU were copied to, in order."""
         self.reads = 0
-        """How often tensors of a device were copied to the CPU, which waits for the device."""
 
     def __enter__(self) -> Self:
+        Pretence._entered += 1
         torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor() bypasses the mode
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        torch._C._set_only_lift_cpu_tensors(False)
+        Pretence._entered -= 1
+        torch._C._set_only_lift_cpu_tensors(Pretence._entered > 0)  # for all threads
 
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
         result = _run(operation, args, kwargs or {})
@@ -104,8 +118,32 @@ def moved(module: Any, device: torch.device) -> Any:
     return module
 
 
+@contextmanager
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make `SECOND` the default device of `genlm-hf`, on this thread and on new threads."""
+    from genlm_hf import loading
+
+    run, to, default_device = threading.Thread.run, torch.nn.Module.to, loading._device
+
+    def run_with_devices(thread: threading.Thread) -> None:
+        with Pretence():
+            run(thread)
+
+    def move(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return moved(module, SECOND) if args == (SECOND,) else to(module, *args, **kwargs)
+
+    def device_of(device: Any) -> torch.device:
+        return SECOND if device is None else default_device(device)
+
+    monkeypatch.setattr(threading.Thread, "run", run_with_devices)
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    monkeypatch.setattr(loading, "_device", device_of)
+    with Pretence():
+        yield
+
+
 def _run(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Do an operation on the CPU and put what it returns where a device would have it."""
+    """Run an operation on the CPU; its results are on the device of its arguments."""
     leaves = tree_leaves((args, kwargs))
     inputs = {id(x.here): x for x in leaves if isinstance(x, _Elsewhere)}
     name = operation._schema.name

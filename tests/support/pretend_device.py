@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["FIRST", "SECOND", "Pretence", "accelerated", "moved"]
+__all__ = ["FIRST", "SECOND", "Pretence", "accelerated", "moved", "simulated_devices"]
 
 _KIND = "privateuseone"  # the name that torch reserves for devices that it does not know
 _CPU = torch.device("cpu")
@@ -119,15 +119,25 @@ def moved(module: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make `SECOND` the default device of `genlm-hf`, on this thread and on new threads."""
-    from genlm_hf import loading
-
-    run, to, default_device = threading.Thread.run, torch.nn.Module.to, loading._device
+def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Simulate devices on this thread and on threads that are started meanwhile."""
+    run = threading.Thread.run
 
     def run_with_devices(thread: threading.Thread) -> None:
         with Pretence():
             run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_with_devices)
+    with Pretence():
+        yield
+
+
+@contextmanager
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Simulate devices, and make `SECOND` the default device of `genlm-hf`."""
+    from genlm_hf import loading
+
+    to, default_device = torch.nn.Module.to, loading._device
 
     def move(module: Any, *args: Any, **kwargs: Any) -> Any:
         return moved(module, SECOND) if args == (SECOND,) else to(module, *args, **kwargs)
@@ -135,10 +145,9 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def device_of(device: Any) -> torch.device:
         return SECOND if device is None else default_device(device)
 
-    monkeypatch.setattr(threading.Thread, "run", run_with_devices)
     monkeypatch.setattr(torch.nn.Module, "to", move)
     monkeypatch.setattr(loading, "_device", device_of)
-    with Pretence():
+    with simulated_devices(monkeypatch):
         yield
 
 

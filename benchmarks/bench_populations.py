@@ -39,10 +39,10 @@ from report import in_turn, print_cases
 from genlm import AsyncLM, OutputCache
 from genlm import Population as Members
 from genlm.core.queries.query import GroupReduction
-from genlm.prefix import ForwardResult, TableBatch
+from genlm.prefix import ForwardResult, TokenBatch
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.attention import PackedForward
-from genlm_hf.packed.plan import SharedLengths, plan_table
+from genlm_hf.packed.plan import SharedLengths, plan_pass
 
 SEED = 5
 HOST_STEPS, HOST_PROMPT, HOST_TOKENS, HOST_VOCABULARY = 24, 512, 64, 300
@@ -62,19 +62,19 @@ class FirstColumn(GroupReduction):
 
 @contextmanager
 def no_forward(results: int) -> Iterator[None]:
-    """Let passes of populations return zeros after they are planned; prompts are computed."""
+    """Let passes return zeros after they are planned."""
     zeros, shared_lengths = torch.zeros(results, HOST_VOCABULARY), SharedLengths()
-    compute = PackedForward.run_table
+    compute = PackedForward.__call__
 
-    def run_table(_self: PackedForward, batch: TableBatch, _: str | None) -> ForwardResult:
-        plan = plan_table(batch, shared_lengths)
+    def plan(_self: PackedForward, batch: TokenBatch) -> ForwardResult:
+        plan = plan_pass(batch, shared_lengths)
         return ForwardResult(zeros[: len(plan.results)], len(plan.tokens), forwards=1)
 
-    PackedForward.run_table = run_table  # type: ignore[method-assign]
+    PackedForward.__call__ = plan  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PackedForward.run_table = compute  # type: ignore[method-assign]
+        PackedForward.__call__ = compute  # type: ignore[method-assign]
 
 
 def decode(

@@ -12,6 +12,7 @@ import torch
 from allocations import Allocations
 from hypothesis import given, settings
 
+from genlm.core.queries.generations import Integers64
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
     SCRATCH_SLOT,
@@ -19,12 +20,11 @@ from genlm.prefix import (
     PassLayout,
     PassLogits,
     PrefixTree,
-    Segment,
     SegmentLimits,
-    TreeBatch,
+    TokenBatch,
     plan_batches,
 )
-from genlm.prefix.padding import group_segments, table_passes
+from genlm.prefix.padding import plan_segments
 
 
 def plan(lengths: list[int], **limits: object) -> list[list[int]]:
@@ -68,76 +68,73 @@ def test_nothing_pending_is_no_batch() -> None:
     assert plan([]) == []
 
 
-def segment(past: int, length: int) -> Segment:
-    slots = np.arange(1, past + length + 1)
-    return Segment(tuple(range(3, 3 + length)), slots, slots[past:])
-
-
 LIMITS = SegmentLimits(max_tokens=200, max_context=100)
 shapes = st.tuples(st.integers(0, 80), st.integers(1, 20))
 
 
+def arrays(shapes: list[tuple[int, int]]) -> tuple[Integers64, Integers64]:
+    """Return the numbers of tokens and of pasts of segments."""
+    pasts, counts = np.array(shapes).T
+    return counts, pasts
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=60))
-def test_each_segment_is_in_one_batch_that_keeps_the_limits(
+def test_each_segment_is_in_one_pass_that_keeps_the_limits(
     wanted: list[tuple[int, int]],
 ) -> None:
-    segments = [segment(*shape) for shape in wanted]
-    batches = list(group_segments(segments, LIMITS))
-    assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, segments))
-    for earlier, later in itertools.pairwise(batches):
-        assert not is_one_batch([*earlier, later[0]])
-    for members in batches:
-        batch = PassLayout.of_segments(members)
-        padding = batch.tokens.size - sum(len(member.tokens) for member in members)
-        assert batch.tokens.size <= 200
-        assert batch.reads.shape[1] <= 100
-        assert padding <= 64
+    counts, pasts = arrays(wanted)
+    passes = [part.tolist() for part in plan_segments(counts, pasts, LIMITS)]
+    assert sorted(index for part in passes for index in part) == list(range(len(wanted)))
+    for earlier, later in itertools.pairwise(passes):
+        first = [wanted[index] for index in [*earlier, later[0]]]
+        assert lengths_of_passes(first, LIMITS) == [len(earlier), 1]
+    for part in passes:
+        new = counts[part]
+        assert new.max() * len(part) <= 200
+        assert new.max() + pasts[part].max() <= 100
+        assert new.max() * len(part) - new.sum() <= 64
+        past = pasts[part]
+        assert past.max() * len(part) - past.sum() <= max(past.sum(), 4096)
 
 
-def is_one_batch(segments: list[Segment]) -> bool:
-    counts, pasts = [len(s.tokens) for s in segments], [s.past for s in segments]
-    return LIMITS.admit(
-        len(segments),
-        longest=max(counts),
-        new=sum(counts),
-        past=max(pasts),
-        pasts=sum(pasts),
-        shared=0,
-    )
+def lengths_of_passes(shapes: list[tuple[int, int]], limits: SegmentLimits) -> list[int]:
+    return [len(part) for part in plan_segments(*arrays(shapes), limits)]
 
 
 def test_a_segment_beyond_the_limits_runs_alone() -> None:
-    long, short = segment(40, 500), segment(0, 3)
-    assert sorted(map(len, group_segments([long, short], LIMITS))) == [1, 1]
+    assert lengths_of_passes([(40, 500), (0, 3)], LIMITS) == [1, 1]
 
 
 def test_long_pasts_are_not_gathered_for_short_ones() -> None:
     limits = SegmentLimits(max_tokens=1000, max_context=None)
-    short, long = [segment(5, 1) for _ in range(60)], [segment(900, 1)]
-    assert sorted(map(len, group_segments(short + long, limits))) == [1, 60]
-    similar = [segment(past, 1) for past in range(20, 80)]
-    assert list(map(len, group_segments(similar, limits))) == [60]
+    for count in (1, 2):
+        assert lengths_of_passes([(5, count)] * 60 + [(900, count)], limits) == [60, 1]
+        assert lengths_of_passes([(past, count) for past in range(20, 80)], limits) == [60]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(shapes, min_size=1, max_size=8))
-def test_a_batch_reads_each_past_and_writes_each_token(wanted: list[tuple[int, int]]) -> None:
-    members = [segment(*shape) for shape in wanted]
-    batch = PassLayout.of_segments(members)
-    for row, member in enumerate(members):
-        count = len(member.tokens)
-        read = batch.reads[row][batch.is_token[row]]
-        assert np.array_equal(read, member.slots)
+@given(st.lists(shapes, min_size=1, max_size=8), st.booleans())
+def test_a_layout_reads_each_past_and_writes_each_token(
+    wanted: list[tuple[int, int]], again: bool
+) -> None:
+    paths = [np.arange(1, past + count + 1) for past, count in wanted]
+    tokens = [tuple(range(3, 3 + count)) for _, count in wanted]
+    batch = TokenBatch.of_paths(None, paths, tokens, is_cached=[again] * len(paths))
+    layout = PassLayout(batch, batch.segments)
+    for row, (path, (past, count)) in enumerate(zip(paths, wanted, strict=True)):
+        assert np.array_equal(layout.reads[row][layout.is_token[row]], path)
         # The new tokens lie where the model appends them: after the longest past.
         assert np.array_equal(
-            np.flatnonzero(batch.is_token[row])[-count:] - batch.past, range(count)
+            np.flatnonzero(layout.is_token[row])[-count:] - layout.past, range(count)
         )
-        assert tuple(batch.tokens[row, :count]) == member.tokens
-        assert np.array_equal(batch.writes[row, :count], member.writes)
-        assert (batch.writes[row, count:] == SCRATCH_SLOT).all()
-        assert np.array_equal(batch.positions[row, :count], member.past + np.arange(count))
-        assert set(batch.reads[row]) <= set(member.slots)
+        assert tuple(layout.tokens[row, :count]) == tokens[row]
+        assert (layout.tokens[row, count:] == 0).all()
+        writes = np.zeros(count) if again else path[past:]
+        assert np.array_equal(layout.writes[row, :count], writes)
+        assert (layout.writes[row, count:] == SCRATCH_SLOT).all()
+        assert np.array_equal(layout.positions[row, :count], past + np.arange(count))
+        assert set(layout.reads[row]) <= set(path)
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,24 +153,26 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
     for step in steps:
         sequences = sorted(step)
         nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
-        batch = TreeBatch.of(tree, None, sequences, nodes)
-        requested = dict(zip(batch.wanted.tolist(), sequences, strict=True))
-        uncached = tree.uncached_tokens
-        for stage in batch.stages:
+        batch = TokenBatch.of_tree(tree, None, sequences, nodes)
+        for ids, result in zip(sequences, batch.results.tolist(), strict=True):
+            assert batch.tokens[result] == ids[-1]
+            assert batch.positions[result] == len(ids) - 1
+        uncached, stages = tree.uncached_tokens, batch.stages()
+        segments = np.sort(np.concatenate([stage.tokens for stage in stages]))
+        assert np.array_equal(segments, np.arange(len(batch.tokens)))
+        for stage in stages:
             written = set()
-            for member in stage:
-                assert set(member.slots[: member.past].tolist()) <= known
-                new = member.slots[member.past :].tolist()
+            for first, count in zip(*stage, strict=True):
+                row, past = batch.rows[first], batch.positions[first]
+                assert set(batch.path(row, past).tolist()) <= known
+                new = batch.path(row, past + count)[past:].tolist()
                 written.update(set(new) - known)
-                for place, slot in enumerate(new):
-                    if slot in requested:
-                        assert requested.pop(slot)[-1] == member.tokens[place]
                 again = set(new) <= known
-                assert (set(member.writes.tolist()) == {SCRATCH_SLOT}) == again
+                writes = set(batch.writes[first : first + count].tolist())
+                assert (writes == {SCRATCH_SLOT}) == again
             known |= written
             uncached -= len(written)
         assert uncached == 0
-        assert not requested
         tree.commit()
 
 
@@ -184,31 +183,35 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
     st.integers(1, 50),
     st.integers(0, 9000),
 )
-def test_passes_of_a_table_have_each_token_once_earlier_positions_first(
+def test_passes_of_single_tokens_have_each_token_once_earlier_positions_first(
     positions: list[int], max_rows: int, max_tokens: int, shared: int
 ) -> None:
     shared = min(shared, *positions)
     limits = SegmentLimits(max_tokens, None, max_rows)
-    passes = list(table_passes(np.array(positions), limits, shared))
+    counts = np.ones(len(positions), np.int64)
+    passes = list(plan_segments(counts, np.array(positions), limits, shared))
     assert sorted(np.concatenate(passes).tolist()) == list(range(len(positions)))
     lengths = [[positions[i] + 1 - shared for i in members] for members in passes]
 
     for members, own in zip(passes, lengths, strict=True):
         assert len(members) <= min(max_rows, max_tokens)
         assert len(own) == 1 or len(own) * max(own) <= 2**16
-        assert max(own) <= 2 * min(own) + 64
+        gathered = sum(own) - len(own)
+        assert (max(own) - 1) * len(own) - gathered <= max(gathered, 4096)
     for earlier, later in itertools.pairwise(lengths):
         assert max(earlier) <= min(later)
 
 
 @pytest.mark.parametrize(("shared", "count"), [(0, 16), (980, 1)])
 def test_shared_slots_do_not_divide_a_population(shared: int, count: int) -> None:
-    passes = table_passes(np.full(1000, 1000), SegmentLimits(2048, None), shared)
+    pasts, limits = np.full(1000, 1000), SegmentLimits(2048, None)
+    passes = plan_segments(np.ones_like(pasts), pasts, limits, shared)
     assert len(list(passes)) == count
 
 
 def test_members_of_similar_lengths_share_a_pass_in_order() -> None:
-    [members] = table_passes(np.array([70, 70, 70, 70]), SegmentLimits(2048, None))
+    pasts = np.array([70, 70, 70, 70])
+    [members] = plan_segments(np.ones_like(pasts), pasts, SegmentLimits(2048, None))
     assert members.tolist() == [0, 1, 2, 3]
 
 

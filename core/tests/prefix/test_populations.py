@@ -35,8 +35,7 @@ from genlm.prefix import (
     PathChoice,
     PrefixEngine,
     PrefixRows,
-    TableBatch,
-    TreeBatch,
+    TokenBatch,
 )
 from genlm.prefix.block_table import BlockTable, joined_rows
 from genlm.prefix.tree import PrefixTree
@@ -62,45 +61,25 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.slots: list[tuple[str | None, Ids] | None] = [None] * (capacity + 1)
         self.largest = (0, 0)
-        self.fail = False
-        self.table_tokens = 0
+        self.fail = self.by_stages = False
+        self.tokens = self.table_tokens = 0
         self.logits = torch.empty(0)
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        tokens = 0
-        values = {}
-        for stage in batch.stages:
-            pasts = [self._sequence(batch.adapter, s.slots[: s.past]) for s in stage]
-            for segment, past in zip(stage, pasts, strict=True):
-                known = past
-                for i, (token, write) in enumerate(
-                    zip(segment.tokens, segment.writes, strict=True), segment.past
-                ):
-                    known = (*known, token)
-                    self.slots[write] = (batch.adapter, known)
-                    values[int(segment.slots[i])] = known
-                    tokens += 1
-        return self._result(
-            batch.adapter, tokens, [values[slot] for slot in batch.wanted.tolist()]
-        )
-
-    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
-        logits = []
-        for token, position, write, row in zip(
-            batch.tokens.tolist(), batch.positions.tolist(), batch.writes, batch.rows,
-            strict=True,
-        ):  # fmt: skip
-            place = position - len(batch.trunk)
-            assert place >= 0
-            past = [*batch.trunk, *batch.slots[row, :place]]
-            logits.append((*self._sequence(adapter, past), token))
-            slot = batch.slots[row, place]
-            if write:
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
+        order, ends = np.arange(len(batch.tokens)), {}
+        if self.by_stages:
+            order = np.concatenate([stage.tokens for stage in batch.stages()])
+        for index in order.tolist():
+            *past, slot = batch.path(batch.rows[index], batch.positions[index] + 1)
+            known = (*self._sequence(batch.adapter, past), int(batch.tokens[index]))
+            if write := batch.writes[index]:
                 assert write == slot
-                self.slots[write] = (adapter, logits[-1])
-            assert self.slots[slot] == (adapter, logits[-1])
-        self.table_tokens += len(logits)
-        return self._result(adapter, len(logits), [logits[i] for i in batch.results])
+                self.slots[write] = (batch.adapter, known)
+            assert self.slots[slot] == (batch.adapter, known)
+            ends[index] = known
+        return self._result(
+            batch.adapter, len(ends), [ends[index] for index in batch.results.tolist()]
+        )
 
     def _sequence(self, adapter: str | None, slots: Sequence[int]) -> Ids:
         ids: Ids = ()
@@ -114,6 +93,7 @@ class Model:
     def _result(self, adapter: str | None, tokens: int, ends: list[Ids]) -> ForwardResult:
         if self.fail:
             raise RuntimeError("no memory")
+        self.tokens += tokens
         self.largest = max(self.largest[0], tokens), max(self.largest[1], len(ends))
         self.logits.fill_(torch.nan)  # a pass may overwrite the logits of the last one
         self.logits = torch.stack([expected(adapter, ids) for ids in ends])
@@ -138,6 +118,15 @@ class Engine(PrefixEngine):
             **{"max_tokens": 20, "max_rows": 8} | limits,
         )
         self.serve(PathChoice("tree", self.path, ""), self.loaded, embedding_rows=embedded)
+        compute = self.path.group_logits
+
+        def counted(parts: Any) -> torch.Tensor | None:
+            before = self.model.tokens
+            logits = compute(parts)
+            self.model.table_tokens += self.model.tokens - before
+            return logits
+
+        self.path.group_logits = counted  # type: ignore[method-assign]
 
     def answer(self, query: Query | GroupQuery) -> Any:
         """The result of the only query."""
@@ -753,15 +742,15 @@ def test_populations_that_fail_together_are_computed_alone(
 ) -> None:
     engine = Engine(500, max_rows=100)
     populations = grown([(1, 2), (2, 1), (0, 0)], engine)
-    run_table = engine.model.run_table
+    compute = engine.path.forward
 
-    def only_alone(batch: TableBatch, adapter: str | None) -> ForwardResult:
-        result = run_table(batch, adapter)
+    def only_alone(batch: TokenBatch) -> ForwardResult:
+        result = compute(batch)
         if len(batch.results) > 2:
             raise RuntimeError("no memory")
         return result
 
-    monkeypatch.setattr(engine.model, "run_table", only_alone)
+    monkeypatch.setattr(engine.path, "forward", only_alone)
     assert not any(result.errors for result in ask_together(engine, populations))
     check(engine)
 
@@ -1055,11 +1044,8 @@ def test_scores_equal_those_of_texts_in_a_small_cache(data: st.DataObject) -> No
     engine.smallest_group = draw(st.sampled_from([1, 4]))
     tokens = st.integers(0, SIZE - 1)
     prompt = st.lists(tokens, min_size=1, max_size=4)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm,
-    ):
-        patch.setattr("genlm.prefix.rows._MAX_RUN", draw(st.sampled_from([1, 3, 8])))
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as llm:
+        engine.model.by_stages = draw(st.booleans())
         population = llm.population(draw(st.lists(prompt, min_size=1, max_size=6)))
         for _ in range(draw(st.integers(1, 4))):
             count, width = len(population), draw(st.integers(1, 6))
@@ -1179,22 +1165,21 @@ def test_scores_of_full_members_and_failed_passes_name_the_members() -> None:
 
 
 def test_tokens_of_a_row_with_gaps_are_separate_segments() -> None:
-    model = Model(10)
-    for slot in range(1, 6):
-        model.slots[slot] = (None, tuple(range(slot)))
-    batch = TableBatch(
-        tokens=np.array([1, 3, 4]),
-        positions=np.array([1, 3, 4]),
-        writes=np.array([0, 0, 5]),
+    batch = TokenBatch(
+        adapter=None,
+        tokens=np.array([1, 3, 4, 9]),
+        positions=np.array([1, 3, 4, 5]),
+        writes=np.array([0, 0, 5, 6]),
         trunk=np.array([1]),
-        slots=np.array([[2, 3, 4, 5]], np.int32),
-        rows=np.array([0, 0, 0]),
+        slots=np.array([[2, 3, 4, 5, 0], [2, 3, 4, 5, 6]], np.int32),
+        rows=np.array([0, 0, 0, 1]),
         results=np.array([2, 0, 1]),
     )
-    tree = batch.as_tree(None)
-    assert [[segment.tokens for segment in stage] for stage in tree.stages] == [[[1], [3, 4]]]
-    logits = model(tree).logits.clone()
-    assert torch.equal(logits, model.run_table(batch, None).logits)
+    stages = [(stage.firsts.tolist(), stage.counts.tolist()) for stage in batch.stages()]
+    assert stages == [([0, 1], [1, 2]), ([3], [1])]  # the last token follows that of slot 5
+    assert batch.path(1, 6).tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.path(0, 1).tolist() == [1]
+    assert batch.result_slots.tolist() == [5, 2, 4]
 
 
 def test_scores_are_computed_again_after_a_pass_whose_logits_were_lost(
@@ -1206,14 +1191,14 @@ def test_scores_are_computed_again_after_a_pass_whose_logits_were_lost(
         for prompt in ([1], [1, 2, 0]):
             population = llm.population(prompt, 2)
             population.draw_sync()
-            run = engine.path._table_pass
+            run = engine.path._run
             losses = iter([1, 0, 0, 0, 0, 0])
 
             def lossy(*arguments: Any, run: Any = run, losses: Any = losses) -> torch.Tensor:
                 logits = run(*arguments)
                 return logits[next(losses) :]
 
-            monkeypatch.setattr(engine.path, "_table_pass", lossy)
+            monkeypatch.setattr(engine.path, "_run", lossy)
             ids = np.array([[0, 1, 2, 1], [0, 2, 2, 0]])
             scores = population.score_sync(ids)
             monkeypatch.undo()

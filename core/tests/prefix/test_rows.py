@@ -18,7 +18,7 @@ from genlm.prefix import (
     Integers64,
     PrefixRows,
     TextResult,
-    TreeBatch,
+    TokenBatch,
     UncachedPath,
 )
 
@@ -58,29 +58,27 @@ class Model:
         self.passes = 0
         self.fail = False
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        tokens = 0
-        stages = batch.stages
-        states: dict[int, int] = {}
-        for stage in stages:
-            for segment in stage:
-                past = segment.slots[: segment.past]
-                state = self.slots[past[-1]] if len(past) else len(batch.adapter or "")
-                for token, slot, write in zip(
-                    segment.tokens, segment.slots[segment.past :], segment.writes, strict=True
-                ):
-                    assert state is not None
-                    state = next_state(state, token)
-                    assert int(slot) not in states  # nothing is run twice in a pass
-                    states[int(slot)] = state
-                    self.slots[write] = state
-                    if self.fail:
-                        raise RuntimeError("no memory")
-                tokens += len(segment.tokens)
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
+        states: dict[int, int] = {}  # by slot
+        for token, position, write, row in zip(
+            batch.tokens.tolist(), batch.positions.tolist(), batch.writes, batch.rows,
+            strict=True,
+        ):  # fmt: skip
+            *past, slot = batch.path(row, position + 1).tolist()
+            state = len(batch.adapter or "")
+            if past:
+                before = states.get(past[-1], self.slots[past[-1]])
+                assert before is not None
+                state = before
+            assert slot not in states  # nothing is run twice in a pass
+            states[slot] = self.slots[write] = next_state(state, token)
+            if self.fail:
+                raise RuntimeError("no memory")
+        tokens, results = len(batch.tokens), batch.result_slots.tolist()
         self.passes += 1
-        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.wanted))
-        logits = torch.stack([row_after(states[slot]) for slot in batch.wanted.tolist()])
-        return ForwardResult(logits, tokens, forwards=len(stages))
+        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(results))
+        logits = torch.stack([row_after(states[slot]) for slot in results])
+        return ForwardResult(logits, tokens, forwards=len(batch.stages()))
 
 
 class Alone(UncachedPath):

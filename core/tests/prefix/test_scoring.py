@@ -14,7 +14,7 @@ import torch
 from genlm import EvaluationError, GroupReduction, Token, TokenScores, Vocabulary
 from genlm.plugin import Query, Reduced, TokenSequence
 from genlm.prefix import PieceScores, PrefixRows
-from genlm.prefix.forward import ForwardResult, TreeBatch
+from genlm.prefix.forward import ForwardResult, TokenBatch
 
 from .test_rows import SIZE, Model, expected, packed, text
 from .test_rows import serve as serve_rows
@@ -183,7 +183,7 @@ def test_the_logits_of_a_pass_are_freed_before_the_next_pass() -> None:
     class Tracked(Model):
         logits: weakref.ref[torch.Tensor] | None = None
 
-        def __call__(self, batch: TreeBatch) -> ForwardResult:
+        def __call__(self, batch: TokenBatch) -> ForwardResult:
             assert self.logits is None or self.logits() is None
             result = super().__call__(batch)
             self.logits = weakref.ref(result.logits)

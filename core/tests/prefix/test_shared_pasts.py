@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm.prefix import PassLayout, Segment, TableBatch, shared_pasts
+from genlm.prefix import PassLayout, TokenBatch, shared_pasts
 from genlm.prefix.shared_pasts import groups_with_shared_pasts
 
 texts = st.lists(
@@ -87,13 +87,14 @@ def test_a_common_instruction_is_shared_by_the_groups_of_its_questions() -> None
 @pytest.mark.parametrize("shared", [0, 2, 3])
 def test_a_layout_reads_the_slots_after_the_shared_ones(shared: int) -> None:
     paths = [np.array([1, 2, 3, 4, 5, 6]), np.array([1, 2, 3, 7])]
-    segments = [Segment((8,), path, path[-1:]) for path in paths]
+    ends = np.array([path[-1] for path in paths])
     slots = np.array([[3, 4, 5, 6], [3, 7, 0, 0]], np.int32)
-    ones, rows = np.array([8, 8]), np.arange(2)
-    table = TableBatch(
-        ones, np.array([5, 3]), np.array([6, 7]), np.array([1, 2]), slots, rows, rows
-    )
-    for layout in (PassLayout.of_segments(segments), PassLayout.of_table(table, rows)):
+    tokens, rows, trunk = np.array([8, 8]), np.arange(2), np.array([1, 2])
+    for batch in (
+        TokenBatch.of_paths(None, paths, [[8], [8]]),
+        TokenBatch(None, tokens, np.array([5, 3]), ends, trunk, slots, rows, rows),
+    ):
+        layout = PassLayout(batch, batch.segments)
         layout.share(shared)
         assert layout.shared_slots.tolist() == [[1, 2, 3][:shared]]
         assert layout.past == 5 - shared

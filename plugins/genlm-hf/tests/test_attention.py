@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.prefix import Segment
 from genlm_hf.packed import attention, device_plan
 from genlm_hf.packed.attention import _attend_causally, _Attention, _repeat_heads
 from genlm_hf.packed.device_plan import DevicePlan
 from genlm_hf.packed.layout import AttentionLayer
-from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.plan import Chunk, PackedPlan
 from genlm_hf.storage import LayerShape
 
 
@@ -101,9 +100,7 @@ def test_chunks_attend_to_their_own_past_only(
     order = np.arange(100) if is_contiguous else np.random.default_rng(1).permutation(100)
     ends = np.cumsum([past + length for past, length in sizes])
     slots = np.split(order[: ends[-1]].astype(np.int64), ends[:-1])
-    chunks = [
-        Segment((0,) * n, at, at[past:]) for (past, n), at in zip(sizes, slots, strict=True)
-    ]
+    chunks = [Chunk(at, length) for (_, length), at in zip(sizes, slots, strict=True)]
     total = sum(length for _, length in sizes)
     none = np.zeros(total, np.int64)
     plan = DevicePlan(PackedPlan(none, none, none, [], chunks, none[:1]), torch.device(device))

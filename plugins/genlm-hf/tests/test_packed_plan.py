@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 
 from genlm.plugin import TokenSequence
-from genlm.prefix import Paths, PrefixTree, TreeBatch
-from genlm_hf.packed.plan import QueryGroup, plan_forward
+from genlm.prefix import Paths, PrefixTree, TokenBatch
+from genlm_hf.packed.plan import QueryGroup, SharedLengths, plan_pass
 
 Sequence = tuple[int, ...]
 
@@ -23,7 +23,7 @@ def grown(*sequences: Sequence) -> Several[QueryGroup]:
         tree.insert(None, TokenSequence.of(ids))
     tree.commit()
     nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
-    plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
+    plan = plan_pass(TokenBatch.of_tree(tree, None, sequences, nodes), SharedLengths())
     suffixes: list[tuple[QueryGroup, Any]] = [
         (group, suffix) for group in plan.groups for suffix in group.suffixes
     ]
@@ -79,13 +79,13 @@ def test_a_plan_runs_uncached_tokens_once_and_known_ends_again() -> None:
     tree.commit()
     sequences: list[Any] = [(1, 2, 3, 4), (1, 2), tuple(range(20, 40)), (1, 2, 3, 4, 5)]
     nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
-    plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
+    plan = plan_pass(TokenBatch.of_tree(tree, None, sequences, nodes), SharedLengths())
     assert sorted(plan.tokens.tolist()) == [2, 4, 5, *range(20, 40)]
     assert plan.tokens[plan.results].tolist() == [4, 2, 39, 5]
     assert plan.positions[plan.results].tolist() == [3, 1, 19, 4]
     # The token that is known already writes to the scratch slot.
     assert (plan.writes == 0).tolist() == (plan.tokens == 2).tolist()
-    assert [(chunk.past, len(chunk.tokens)) for chunk in plan.chunks] == [(0, 20)]
+    assert [(chunk.past, chunk.length) for chunk in plan.chunks] == [(0, 20)]
 
 
 def test_a_plan_keeps_the_order_of_the_sequences() -> None:
@@ -94,6 +94,6 @@ def test_a_plan_keeps_the_order_of_the_sequences() -> None:
     tree.insert(None, TokenSequence.of(tuple(range(64))))
     tree.commit()
     nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
-    plan = plan_forward(TreeBatch.of(tree, None, sequences, nodes))
+    plan = plan_pass(TokenBatch.of_tree(tree, None, sequences, nodes), SharedLengths())
     assert plan.tokens.tolist() == list(range(50))
     assert plan.results.tolist() == list(range(50))

@@ -9,22 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from genlm.prefix import SCRATCH_SLOT, TableBatch
+from genlm.prefix import SCRATCH_SLOT, TokenBatch
 from genlm_hf.packed import plan as packed_plan
-from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_table
+from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_pass
 
 
-def batch_of(paths: list[list[int]], trunk: int = 0, tokens: int = 1) -> TableBatch:
+def batch_of(paths: list[list[int]], trunk: int = 0, tokens: int = 1) -> TokenBatch:
     """The last tokens of sequences whose slots are given; a long one fills shorter rows."""
     slots = np.tile(np.array(max(paths, key=len)[trunk:], np.int32), (len(paths), 1))
     queries = []
     for row, path in enumerate(paths):
         slots[row, : len(path) - trunk] = path[trunk:]
         queries += [(row, i, path[i]) for i in range(max(trunk, len(path) - tokens), len(path))]
-    random.shuffle(queries)
+    order = random.sample(range(len(paths)), len(paths))
+    queries.sort(key=lambda query: (order[query[0]], query[1]))
     rows, positions, writes = map(np.array, zip(*queries, strict=True))
     results = [queries.index((i, len(path) - 1, path[-1])) for i, path in enumerate(paths)]
-    return TableBatch(
+    return TokenBatch(
+        adapter=None,
         tokens=writes * 10,
         positions=positions,
         writes=writes,
@@ -35,7 +37,7 @@ def batch_of(paths: list[list[int]], trunk: int = 0, tokens: int = 1) -> TableBa
     )
 
 
-def check(plan: PackedPlan, batch: TableBatch, paths: list[list[int]]) -> None:
+def check(plan: PackedPlan, batch: TokenBatch, paths: list[list[int]]) -> None:
     members = np.concatenate([group.members for group in plan.groups])
     assert sorted(members.tolist()) == list(range(len(batch.tokens)))
     assert plan.tokens.tolist() == batch.tokens[members].tolist()
@@ -91,7 +93,7 @@ def test_every_token_reads_the_slots_of_its_sequence(
     paths = [[*path, next(numbers), next(numbers), next(numbers)] for path in paths]
     trunk = random.choice([0, len(begin[0])])
     batch = batch_of(paths, trunk, tokens)
-    plan = plan_table(batch, SharedLengths())
+    plan = plan_pass(batch, SharedLengths())
     check(plan, batch, paths)
     queries = zip(batch.rows.tolist(), batch.positions.tolist(), strict=True)
     pasts = [paths[row][: position + 1] for row, position in queries]
@@ -118,9 +120,9 @@ def test_prefixes_are_searched_for_again_only_after_members_were_resampled(
         paths = [[*path, next(numbers)] for path in paths]
         random.seed(1)  # the same order of tokens
         batch = batch_of(paths, trunk=64)
-        plan = plan_table(batch, kept)
+        plan = plan_pass(batch, kept)
         check(plan, batch, paths)
-        assert prefixes(plan) == prefixes(plan_table(batch, SharedLengths()))
+        assert prefixes(plan) == prefixes(plan_pass(batch, SharedLengths()))
     assert len(plan.groups) > 3
     assert [step for step in range(130) if searches.count(step) > 1] == [0, 60, 100]
 
@@ -128,26 +130,26 @@ def test_prefixes_are_searched_for_again_only_after_members_were_resampled(
 def test_a_single_sequence_becomes_a_prefix_when_it_is_long() -> None:
     kept = SharedLengths()
     batches = [batch_of([[*range(1, end)]], trunk=64) for end in range(1000, 1200)]
-    lengths = [len(plan_table(batch, kept).groups[0].prefix) for batch in batches]
-    assert lengths == [len(plan_table(b, SharedLengths()).groups[0].prefix) for b in batches]
+    lengths = [len(plan_pass(batch, kept).groups[0].prefix) for batch in batches]
+    assert lengths == [len(plan_pass(b, SharedLengths()).groups[0].prefix) for b in batches]
     assert (lengths[0], lengths[-1]) == (64, 1197)
 
 
 def test_members_read_their_slots_although_other_members_ended_in_the_same_ones() -> None:
     kept, ends = SharedLengths(), range(1000, 1050)
     random.seed(1)  # the same order of tokens
-    plan_table(batch_of([[*range(1, 400), end] for end in ends]), kept)
+    plan_pass(batch_of([[*range(1, 400), end] for end in ends]), kept)
     random.seed(1)
     paths = [[500, end, end + 100] for end in ends]
     batch = batch_of(paths)
-    check(plan_table(batch, kept), batch, paths)
+    check(plan_pass(batch, kept), batch, paths)
 
 
 def test_members_of_several_prompts_read_each_prompt_once() -> None:
     prompts = [list(range(first, first + 300)) for first in (1000, 2000, 3000)]
     paths = [[*prompts[i % 3], 1 + i] for i in range(60)]
     batch = batch_of(paths)
-    plan = plan_table(batch, SharedLengths())
+    plan = plan_pass(batch, SharedLengths())
     check(plan, batch, paths)
     assert prefixes(plan) == prompts
     assert {group.suffixes.shape for group in plan.groups} == {(20, 1)}
@@ -160,14 +162,14 @@ def test_clusters_within_a_cluster_are_found() -> None:
         [*prompt, 100 + i] for i in range(9)
     ]
     batch = batch_of(paths)
-    plan = plan_table(batch, SharedLengths())
+    plan = plan_pass(batch, SharedLengths())
     check(plan, batch, paths)
     assert prefixes(plan) == [prompt, *halves]
 
 
 def test_few_tokens_with_short_suffixes_are_one_group() -> None:
     paths = [[*range(1, 65), 100 + i % 2, 200 + i] for i in range(50)]
-    plan = plan_table(batch_of(paths, trunk=64), SharedLengths())
+    plan = plan_pass(batch_of(paths, trunk=64), SharedLengths())
     assert [group.suffixes.shape for group in plan.groups] == [(50, 2)]
     assert SCRATCH_SLOT not in plan.groups[0].suffixes
 
@@ -181,7 +183,7 @@ def test_clusters_after_a_short_common_part_are_found() -> None:
         for i in range(10)
     ]
     batch = batch_of(paths, trunk=64)
-    plan = plan_table(batch, SharedLengths())
+    plan = plan_pass(batch, SharedLengths())
     check(plan, batch, paths)
     assert prefixes(plan) == sorted({tuple(path[:-1]): path[:-1] for path in paths}.values())
 
@@ -195,6 +197,6 @@ def test_single_tokens_read_long_suffixes_as_prefixes_if_slots_are_contiguous(
     begins = [65 + i * stride for i in range(count)]
     paths = [[*range(1, 65), *range(n, n + length * step, step), 20_000 + n] for n in begins]
     batch = batch_of(paths, trunk=64)
-    plan = plan_table(batch, SharedLengths())
+    plan = plan_pass(batch, SharedLengths())
     check(plan, batch, paths)
     assert len(plan.groups) == (count if are_contiguous else 1)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from genlm.plugin import TokenSequence
-from genlm.prefix import SCRATCH_SLOT, Paths, PrefixTree, TreeBatch
-from genlm_hf.packed.plan import PackedPlan, plan_forward
+from genlm.prefix import SCRATCH_SLOT, Paths, PrefixTree, TokenBatch
+from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_pass
 from genlm_hf.packed.work_items import (
     FIELDS,
     WorkItems,
@@ -32,7 +32,7 @@ def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     tree.commit()
     packed = [TokenSequence.of(ids) for ids in sequences]
     last = [tree.insert(None, sequence) for sequence in packed]
-    plan = plan_forward(TreeBatch.of(tree, None, packed, last))
+    plan = plan_pass(TokenBatch.of_tree(tree, None, packed, last), SharedLengths())
     pasts = [
         Paths().slots(tree.find(None, TokenSequence.of(ids)), len(ids)) for ids in sequences
     ]

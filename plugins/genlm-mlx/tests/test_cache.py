@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from genlm.prefix import PassLayout, Segment
+from genlm.prefix import PassLayout, TokenBatch
 from genlm_mlx.cache import slot_caches
 from genlm_mlx.forward import as_tensor, select_logits
 from genlm_mlx.storage import KVStorage, LayerShape
@@ -16,9 +16,12 @@ from genlm_mlx.storage import KVStorage, LayerShape
 LAYER = LayerShape(heads=2, key_width=3, value_width=5, dtype=mx.float32)
 
 
-def segment(past: int, length: int, first: int) -> Segment:
-    slots = np.arange(first, first + past + length)
-    return Segment(tuple(range(length)), slots, slots[past:])
+def layout_of(*sequences: tuple[int, int, int], **options: list[bool]) -> PassLayout:
+    """Return the layout of sequences: numbers of past and new tokens, and the first slot."""
+    paths = [np.arange(first, first + past + new) for past, new, first in sequences]
+    tokens = [range(new) for _, new, _ in sequences]
+    batch = TokenBatch.of_paths(None, paths, tokens, **options)
+    return PassLayout(batch, batch.segments)
 
 
 shapes = st.tuples(st.integers(0, 12), st.integers(1, 6))
@@ -31,8 +34,7 @@ shapes = st.tuples(st.integers(0, 12), st.integers(1, 6))
 def test_a_token_sees_its_past_and_window(
     segment_shapes: list[tuple[int, int]], window: int | None, by_model: bool
 ) -> None:
-    segments = [segment(*shape, first=1 + 20 * i) for i, shape in enumerate(segment_shapes)]
-    batch = PassLayout.of_segments(segments)
+    batch = layout_of(*((*shape, 1 + 20 * i) for i, shape in enumerate(segment_shapes)))
     storage = KVStorage([LAYER], 1 + 20 * len(segment_shapes))
     (cache,) = slot_caches(storage, batch, [None if by_model else window])
     new = batch.tokens.shape[1]
@@ -40,21 +42,21 @@ def test_a_token_sees_its_past_and_window(
     full_mask = np.ones((len(segment_shapes), 1, new, batch.reads.shape[1]), bool)
     visible = full_mask if mask is None else np.array(mask)
     assert mask is None or mask.shape == full_mask.shape
-    for row, member in enumerate(segments):
-        assert cache.offset[row] == member.past
-        for place in range(len(member.tokens)):
-            visible_slots = batch.reads[row][visible[row, 0, place]]
-            position = member.past + place
+    for row, (past, count) in enumerate(segment_shapes):
+        assert cache.offset[row] == past
+        for place in range(count):
+            visible_slots = batch.reads[row][visible[row, 0, place]] - (1 + 20 * row)
+            position = past + place
             first = 0 if window is None else max(0, position + 1 - window)
-            assert visible_slots.tolist() == member.slots[first : position + 1].tolist()
+            assert visible_slots.tolist() == list(range(first, position + 1))
 
 
 def test_keys_and_values_come_back_for_whole_sequences() -> None:
     storage = KVStorage([LAYER, LAYER], 100)
     generator = np.random.default_rng(0)
-    past = PassLayout.of_segments([segment(0, 4, 1), segment(0, 4, 30)])
+    past = layout_of((0, 4, 1), (0, 4, 30))
     written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for batch in (past, PassLayout.of_segments([segment(3, 2, 1), segment(1, 2, 30)])):
+    for batch in (past, layout_of((3, 2, 1), (1, 2, 30))):
         rows, new = batch.tokens.shape
         keys = generator.normal(size=(rows, 2, new, 3)).astype(np.float32)
         values = generator.normal(size=(rows, 2, new, 5)).astype(np.float32)
@@ -98,13 +100,13 @@ def test_what_fails_to_grow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growing_keeps_what_was_written(max_slots: int) -> None:
     storage = KVStorage([LAYER], max_slots)
     slot = min(max_slots, 1024) - 1
-    batch = PassLayout.of_segments([segment(0, 1, slot)])
+    batch = layout_of((0, 1, slot))
     keys, values = mx.ones((1, 2, 1, 3)), mx.ones((1, 2, 1, 5)) * 2
     slot_caches(storage, batch, [None])[0].update_and_fetch(keys, values)
     storage.settle()
     storage.make_room(max_slots - 1 if max_slots < 10**6 else 3000)
     assert storage.slots == min(max_slots, max(3001, 2048)) or storage.slots == max_slots
-    again = PassLayout.of_segments([Segment((1,), np.array([slot, 0]), np.array([0]))])
+    again = layout_of((1, 1, slot), is_cached=[True])
     fetched = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
     assert np.array_equal(np.array(fetched[0][0, :, 0]), np.ones((2, 3)))
     assert np.array_equal(np.array(fetched[1][0, :, 0]), np.full((2, 5), 2))

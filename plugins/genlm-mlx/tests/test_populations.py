@@ -13,9 +13,9 @@ from architecture_tables import read_table
 from random_programs import run_programs
 
 from genlm import AsyncLM, OutputCache, PopulationError
-from genlm.prefix import TableBatch, padding
+from genlm.prefix import PrefixRows, TokenBatch, padding
 from genlm.testing import TINY_LLAMA, TinyModel, families
-from genlm_mlx import forward, storage
+from genlm_mlx import storage
 from genlm_mlx.engine import MLXEngine
 
 from .conftest import Make
@@ -35,17 +35,20 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: list[int] = []
         self.gathered: list[int] = []
-        run, gather = forward.SlotCacheForward.run_table, storage.KVStorage.gather
+        compute, gather = PrefixRows.group_logits, storage.KVStorage.gather
 
-        def counted_run(instance: Any, batch: TableBatch, adapter: str | None) -> Any:
-            self.tokens.append(len(batch.tokens))
-            return run(instance, batch, adapter)
+        def counted_tokens(instance: Any, parts: Any) -> torch.Tensor | None:
+            before = instance._tokens_computed
+            logits = compute(instance, parts)
+            if logits is not None:
+                self.tokens.append(instance._tokens_computed - before)
+            return logits
 
         def counted_gather(instance: Any, layer: int, rows: mx.array) -> list[mx.array]:
             self.gathered.append(rows.shape[0])
             return gather(instance, layer, rows)
 
-        monkeypatch.setattr(forward.SlotCacheForward, "run_table", counted_run)
+        monkeypatch.setattr(PrefixRows, "group_logits", counted_tokens)
         monkeypatch.setattr(storage.KVStorage, "gather", counted_gather)
 
 
@@ -142,14 +145,15 @@ def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
         run_programs(lm, llama.logprobs, prompts, adapters=(None, "red", "blue"))
 
 
-def table(trunk: list[int], slots: list[list[int]], **columns: list[int]) -> TableBatch:
+def table(trunk: list[int], slots: list[list[int]], **columns: list[int]) -> TokenBatch:
     arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
-    return TableBatch(trunk=np.array(trunk), slots=np.array(slots, np.int32), **arrays)
+    arrays |= {"trunk": np.array(trunk, np.int64), "slots": np.array(slots, np.int32)}
+    return TokenBatch(adapter=None, **arrays)
 
 
 def one_row(
     trunk: list[int], slots: list[int], tokens: list[int], *, again: bool = False
-) -> TableBatch:
+) -> TokenBatch:
     """The last tokens of a row: new ones, or the very last one computed again."""
     count = len(tokens)
     end = len(trunk) + len(slots)
@@ -173,9 +177,9 @@ def test_a_slot_that_has_another_token_in_the_same_pass_is_not_taken_for_the_old
     llama: TinyModel,
 ) -> None:
     """Slot 3 ended a sequence whose past is resident; it is allocated again, and continued."""
-    run = serve(llama)._choice.path.forward.run_table  # type: ignore[union-attr]
-    run(one_row([], [1], [5]), None)
-    run(one_row([1], [2], [6]), None)
+    run = serve(llama)._choice.path.forward  # type: ignore[union-attr]
+    run(one_row([], [1], [5]))
+    run(one_row([1], [2], [6]))
     both = table(
         [1],
         [[2, 0], [2, 3]],
@@ -185,17 +189,17 @@ def test_a_slot_that_has_another_token_in_the_same_pass_is_not_taken_for_the_old
         rows=[0, 1],
         results=[0, 1],
     )
-    run(both, None)  # resident: sequences that end in slots 2 and 3
-    logits = run(one_row([1, 2], [3, 4], [8, 9]), None).logits
+    run(both)  # resident: sequences that end in slots 2 and 3
+    logits = run(one_row([1, 2], [3, 4], [8, 9])).logits
     assert_row(logits[0], llama.logprobs((5, 6, 8, 9)))
 
 
 def test_the_past_of_a_token_after_the_trunk_is_all_of_the_trunk(llama: TinyModel) -> None:
-    run = serve(llama)._choice.path.forward.run_table  # type: ignore[union-attr]
-    run(one_row([], [1], [5]), None)
-    run(one_row([1], [2], [6]), None)
-    run(one_row([], [1], [5], again=True), None)  # resident: that ends in slot 1
-    logits = run(one_row([1, 2], [3], [7]), None).logits
+    run = serve(llama)._choice.path.forward  # type: ignore[union-attr]
+    run(one_row([], [1], [5]))
+    run(one_row([1], [2], [6]))
+    run(one_row([], [1], [5], again=True))  # resident: that ends in slot 1
+    logits = run(one_row([1, 2], [3], [7])).logits
     assert_row(logits[0], llama.logprobs((5, 6, 7)))
 
 

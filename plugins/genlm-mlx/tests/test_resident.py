@@ -97,7 +97,7 @@ def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
     return sizes
 
 
-@pytest.mark.parametrize("slots", [30, 60, 200])
+@pytest.mark.parametrize("slots", [40, 90, 200])
 def test_what_is_held_fits_into_the_budget_beside_the_storage(
     slots: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_what_is_held_fits_into_the_budget_beside_the_storage(
     oracle = functools.cache(llama.logprobs)
     for step in population(slots, 20, count=5):
         assert largest_error(engine, step, oracle) <= 1e-5
-    assert max(resident_bytes) > 0
+    assert (max(resident_bytes) > 0) == (slots > 40)
 
 
 def test_an_older_batch_makes_way_before_the_next_is_held(

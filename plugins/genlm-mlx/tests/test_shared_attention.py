@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from mlx_lm.models import base
 from mlx_lm.models import llama as mlx_llama
 
-from genlm.prefix import PassLayout, Segment
+from genlm.prefix import PassLayout, TokenBatch
 from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import shared_attention
 from genlm_mlx.cache import check_attention, slot_caches
@@ -57,11 +57,11 @@ def test_attention_in_two_parts_equals_attention_over_whole_sequences(
 
     storage = KVStorage([LayerShape(heads, WIDTH, WIDTH, dtype)], 100)
     storage._arrays = [[states(heads * storage.slots), states(heads * storage.slots)]]
-    segments, first = [], 1 + shared
+    paths, first = [], 1 + shared
     for past, new in own:
         slots = np.arange(first, first := first + past + new)
-        path = np.concatenate([np.arange(1, 1 + shared), slots])
-        segments.append(Segment((0,) * new, path, slots[past:]))
+        paths.append(np.concatenate([np.arange(1, 1 + shared), slots]))
+    batch = TokenBatch.of_paths(None, paths, [(0,) * count for _, count in own])
     new = max(count for _, count in own)
     queries = states(len(own), heads * groups, new)
     keys, values = states(len(own), heads, new), states(len(own), heads, new)
@@ -69,7 +69,7 @@ def test_attention_in_two_parts_equals_attention_over_whole_sequences(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_attention, "_SCORES_AT_ONCE", scores_at_once)
         for count in (0, shared):
-            layout = PassLayout.of_segments(segments)
+            layout = PassLayout(batch, batch.segments)
             layout.share(count)
             (cache,) = slot_caches(storage, layout, [window])
             mask = cache.make_mask(new)
@@ -116,7 +116,8 @@ def test_a_population_has_its_prompt_in_memory_once(make: Make) -> None:
 def test_shared_keys_that_a_layer_does_not_read_are_an_error() -> None:
     layer = LayerShape(2, WIDTH, WIDTH, mx.float32)
     storage, slots = KVStorage([layer, layer], 10), np.arange(1, 5)
-    layout = PassLayout.of_segments([Segment((0,), slots, slots[3:])] * 2)
+    batch = TokenBatch.of_paths(None, [slots] * 2, [(0,)] * 2)
+    layout = PassLayout(batch, batch.segments)
     layout.share(3)
     caches, states = slot_caches(storage, layout, [None, None]), mx.ones((2, 2, 1, WIDTH))
     for cache in caches:

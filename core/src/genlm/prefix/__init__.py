@@ -24,10 +24,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.execution_path import choose_path as choose_path
     from genlm.prefix.forward import ForwardFn as ForwardFn
     from genlm.prefix.forward import ForwardResult as ForwardResult
-    from genlm.prefix.forward import Segment as Segment
-    from genlm.prefix.forward import TableBatch as TableBatch
-    from genlm.prefix.forward import TreeBatch as TreeBatch
-    from genlm.prefix.forward import padded_slots as padded_slots
+    from genlm.prefix.forward import Segments as Segments
+    from genlm.prefix.forward import TokenBatch as TokenBatch
     from genlm.prefix.node import SCRATCH_SLOT as SCRATCH_SLOT
     from genlm.prefix.node import Node as Node
     from genlm.prefix.node import Paths as Paths

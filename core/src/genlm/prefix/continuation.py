@@ -9,7 +9,7 @@ import numpy as np
 
 from genlm.core.queries.generations import Integers64
 from genlm.prefix.block_table import BlockTable
-from genlm.prefix.forward import TableBatch
+from genlm.prefix.forward import TokenBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 # Provisional numbers of new slots, before their allocation, start here.
@@ -41,7 +41,7 @@ class Continuation(NamedTuple):
         lengths: Number of slots of each row after the trunk.
     """
 
-    batch: TableBatch
+    batch: TokenBatch
     new: Slots
     parents: Slots
     lengths: Integers64
@@ -52,6 +52,8 @@ def continuation(
     rows: Integers64,
     tokens: Integers64,
     requested: Requested,
+    *,
+    adapter: str | None,
     allocate: Callable[[int], Slots],
 ) -> Continuation:
     """Plan the tokens after rows of a table; equal tokens after one slot become one token.
@@ -63,6 +65,7 @@ def continuation(
             add no token.
         requested: Tokens whose logits are requested, all of them after the trunk. Cached ones
             are recomputed.
+        adapter: Adapter of the sequences.
         allocate: Function that returns a given number of slots; called once.
     """
     cached, last = table.lengths[rows], table.last[rows]
@@ -105,7 +108,14 @@ def continuation(
     writes = np.full(len(new_tokens), SCRATCH_SLOT)
     writes[:count] = new
     positions = len(table.trunk) + before
-    batch = TableBatch(new_tokens, positions, writes, table.trunk, slots, leaders, results)
+    if len(queries) > 2 or len(repeated):  # the tokens of a row one after another
+        order = np.lexsort([positions, leaders])
+        results = np.argsort(order)[results]
+        new_tokens, positions = new_tokens[order], positions[order]
+        writes, leaders = writes[order], leaders[order]
+    batch = TokenBatch(
+        adapter, new_tokens, positions, writes, table.trunk, slots, leaders, results
+    )
     return Continuation(batch, new, new_parents, lengths)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,44 +20,101 @@ if TYPE_CHECKING:
 _Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Consecutive tokens of one sequence, computed together.
+class Segments(NamedTuple):
+    """Segments of a `TokenBatch`: consecutive tokens of one sequence, computed together.
 
     Attributes:
-        tokens: At least one token id.
-        slots: Slots of the past and of these tokens.
-        writes: Slots to which the keys and values of these tokens are written: their own slots,
-            or the scratch slot if the tokens are cached.
+        firsts: Index in the batch of the first token of each segment, shape `(n,)`.
+        counts: Number of tokens of each segment, shape `(n,)`.
     """
 
-    tokens: Sequence[int]
-    slots: Slots
-    writes: Slots
+    firsts: Integers64
+    counts: Integers64
 
     @property
-    def past(self) -> int:
-        """Number of tokens before these."""
-        return len(self.slots) - len(self.tokens)
+    def tokens(self) -> Integers64:
+        """Indices in the batch of all tokens, segment by segment."""
+        return ranges(self.firsts, self.counts)
+
+    def of(self, indices: Integers64 | NDArray[np.bool_] | slice) -> Segments:
+        """Return some of the segments."""
+        return Segments(self.firsts[indices], self.counts[indices])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TreeBatch:
-    """Tokens of a tree to compute: the uncached ones, and cached ones for their logits.
+class TokenBatch:
+    """Tokens to compute, and the slots of the sequences that they continue.
+
+    A token attends to the trunk and to the slots of its row up to its position; the last of
+    them is the slot of the token. Its earlier tokens are computed, or precede it in the batch.
+    The tokens of a row are in the order of their positions, one after another.
 
     Attributes:
         adapter: Adapter of the sequences.
-        stages: Prefill stages; the segments of a stage depend on those of earlier stages only.
-            The first stage includes the cached tokens whose logits are requested.
-        wanted: Slots of the tokens whose logits are requested.
+        tokens: Token ids, shape `(q,)`.
+        positions: Positions of the tokens in their sequences, shape `(q,)`.
+        writes: Slot to which the keys and values of each token are written: that of the token,
+            or the scratch slot if the token is recomputed for its logits, shape `(q,)`.
+        trunk: Common first slots of all sequences.
+        slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
+            a row are undefined.
+        rows: Row of each token, shape `(q,)`.
+        results: Tokens whose logits are returned, possibly repeated, shape `(r,)`.
     """
 
     adapter: str | None
-    stages: Sequence[Sequence[Segment]]
-    wanted: Slots
+    tokens: Integers64
+    positions: Integers64
+    writes: Slots
+    trunk: Slots
+    slots: NDArray[np.int32]
+    rows: Integers64
+    results: Integers64
 
     @classmethod
-    def of(
+    def of_paths(
+        cls,
+        adapter: str | None,
+        paths: Sequence[Slots],
+        tokens: Sequence[Sequence[int]],
+        *,
+        is_cached: Sequence[bool] = (),
+        wanted: Slots | Sequence[int] = (),
+    ) -> Self:
+        """Return the last tokens of paths; each path is a row, without a trunk.
+
+        Args:
+            adapter: Adapter of the sequences.
+            paths: Slots of sequences up to their last token.
+            tokens: Token ids to compute of each sequence.
+            is_cached: Whether the tokens of each path are recomputed for their logits; by
+                default none are.
+            wanted: Slots of the tokens whose logits are returned.
+        """
+        counts = np.array([len(part) for part in tokens])
+        lengths = np.array([len(path) for path in paths])
+        slots = np.zeros((len(paths), int(lengths.max())), np.int32)
+        for row, path in enumerate(paths):
+            slots[row, : len(path)] = path
+        rows, positions = (
+            np.repeat(np.arange(len(paths)), counts),
+            ranges(lengths - counts, counts),
+        )
+        own = slots[rows, positions].astype(np.int64)
+        by_slot = np.argsort(own)
+        return cls(
+            adapter,
+            tokens=np.array([token for part in tokens for token in part], np.int64),
+            positions=positions,
+            writes=np.where(np.array(is_cached)[rows], SCRATCH_SLOT, own) if is_cached else own,
+            trunk=np.empty(0, np.int64),
+            slots=slots,
+            rows=rows,
+            results=by_slot[np.searchsorted(own, wanted, sorter=by_slot)],
+        )
+
+    @classmethod
+    def of_tree(
         cls,
         tree: PrefixTree,
         adapter: str | None,
@@ -65,7 +122,7 @@ class TreeBatch:
         nodes: Sequence[Node],
         first_positions: Sequence[int] = (),
     ) -> Self:
-        """Return the current batch of a tree.
+        """Return the uncached tokens of a tree, and cached ones whose logits are requested.
 
         Args:
             tree: Tree that contains the sequences; its uncached tokens are computed.
@@ -76,7 +133,7 @@ class TreeBatch:
                 empty for the last positions only.
 
         Returns:
-            A batch whose `wanted` has the last token of each sequence, or, with
+            A batch whose results are the last token of each sequence, or, with
             `first_positions`, all requested tokens without repetition.
         """
         ends = [
@@ -99,87 +156,51 @@ class TreeBatch:
             cached = dict.fromkeys(
                 (node, end - 1, end) for node, end in ends if end <= node.start + node.computed
             )
-        paths = Paths()
-        stages = _uncached_stages(tree, paths)
-        for node, first, end in cached:
-            tokens = node.tokens[first - node.start : end - node.start]
-            scratch = np.full(end - first, SCRATCH_SLOT, np.int64)
-            stages[0].append(Segment(tokens, paths.slots(node, end), scratch))
-        return cls(adapter, stages, wanted)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TableBatch:
-    """Tokens to compute that continue rows of a block table.
-
-    A token attends to the trunk and to the slots of its row up to its position; the last of
-    them is the slot of the token.
-
-    Attributes:
-        tokens: Token ids, shape `(q,)`.
-        positions: Positions of the tokens in their sequences, shape `(q,)`.
-        writes: Slot to which the keys and values of each token are written: that of the token,
-            or the scratch slot if the token is recomputed for its logits, shape `(q,)`.
-        trunk: Common first slots of all sequences.
-        slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
-            a row are undefined.
-        rows: Row of each token, shape `(q,)`.
-        results: Tokens whose logits are returned, possibly repeated, shape `(r,)`.
-    """
-
-    tokens: Integers64
-    positions: Integers64
-    writes: Slots
-    trunk: Slots
-    slots: NDArray[np.int32]
-    rows: Integers64
-    results: Integers64
-
-    @classmethod
-    def of_segments(cls, segments: Sequence[Segment]) -> Self:
-        """Return the tokens of segments, without a trunk; the last ones are the results."""
-        counts = np.array([len(segment.tokens) for segment in segments])
-        rows = np.repeat(np.arange(len(segments)), counts)
-        pasts = np.array([segment.past for segment in segments])
-        return cls(
-            tokens=np.array([token for s in segments for token in s.tokens], np.int64),
-            positions=ranges(pasts, counts),
-            writes=np.concatenate([segment.writes for segment in segments]),
-            trunk=np.empty(0, np.int64),
-            slots=padded_slots(segments),
-            rows=rows,
-            results=np.cumsum(counts) - 1,
+        uncached = [(n, n.start + n.computed, n.end) for n in tree.uncached()]
+        parts, paths = [*uncached, *cached], Paths()
+        return cls.of_paths(
+            adapter,
+            [paths.slots(node, end) for node, _, end in parts],
+            [node.tokens[first - node.start : end - node.start] for node, first, end in parts],
+            is_cached=[index >= len(uncached) for index in range(len(parts))],
+            wanted=wanted,
         )
 
     @property
-    def longest_run(self) -> int:
-        """Largest number of tokens of a row."""
-        several = len(self.tokens) > len(self.slots)
-        return int(np.bincount(self.rows).max()) if several else 1
+    def segments(self) -> Segments:
+        """All tokens, as the longest segments."""
+        follows = (np.diff(self.rows) == 0) & (np.diff(self.positions) == 1)
+        firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+        return Segments(firsts, np.diff(firsts, append=len(self.tokens)))
 
-    def as_tree(self, adapter: str | None) -> TreeBatch:
-        """Return the tokens as segments of consecutive tokens of a row.
+    def stages(self) -> list[Segments]:
+        """Return the segments in prefill stages, which depend on earlier stages only."""
+        segments, trunk = self.segments, len(self.trunk)
+        begins, rows = self.positions[segments.firsts], self.rows[segments.firsts]
+        # The segment that writes the slot before each segment, -1 if the slot is computed.
+        before = np.where(begins > trunk, self.slots[rows, begins - trunk - 1], SCRATCH_SLOT)
+        by_write = np.argsort(self.writes)
+        writers = by_write[
+            np.searchsorted(self.writes, before, sorter=by_write) % len(by_write)
+        ]
+        is_written = (self.writes[writers] == before) & (before != SCRATCH_SLOT)
+        parents = np.searchsorted(segments.firsts, writers, side="right") - 1
+        depths, order = np.zeros_like(begins), np.argsort(begins, kind="stable")
+        for index in order[is_written[order]].tolist():
+            depths[index] = depths[parents[index]] + 1
+        return [segments.of(depths == depth) for depth in range(int(depths.max()) + 1)]
 
-        The trunk contains none of the tokens.
-        """
-        trunk, positions, rows = len(self.trunk), self.positions, self.rows
-        order = np.lexsort([positions, rows])
-        is_next = (np.diff(rows[order]) == 0) & (np.diff(positions[order]) == 1)
-        runs = np.split(order, np.flatnonzero(~is_next) + 1)
-        runs.sort(key=lambda tokens: int(positions[tokens[0]]))
-        depths: dict[int, int] = {}  # of the segments, by the slots that they write
-        stages: list[list[Segment]] = [[]]
-        for tokens in runs:
-            begin, branch = int(positions[tokens[0]]), self.slots[rows[tokens[0]]]
-            slots = np.concatenate([self.trunk, branch[: begin + len(tokens) - trunk]])
-            depth = depths.get(int(slots[begin - 1]), -1) + 1 if begin else 0
-            if depth == len(stages):
-                stages.append([])
-            writes = self.writes[tokens]
-            stages[depth].append(Segment(self.tokens[tokens].tolist(), slots, writes))
-            depths.update(dict.fromkeys(writes.tolist(), depth))
-        wanted = self.slots[rows[self.results], positions[self.results] - trunk]
-        return TreeBatch(adapter, stages, wanted.astype(np.int64))
+    def path(self, row: int, end: int) -> Slots:
+        """Return the slots of the first `end` tokens of a row."""
+        branch = self.slots[row, : max(0, end - len(self.trunk))]
+        return np.concatenate([self.trunk[:end], branch])
+
+    @property
+    def result_slots(self) -> Slots:
+        """Slots of the results, which follow the trunk."""
+        rows, positions = self.rows[self.results], self.positions[self.results]
+        slots: Slots = self.slots[rows, positions - len(self.trunk)].astype(np.int64)
+        return slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,38 +219,11 @@ class ForwardResult:
 
 
 class ForwardFn(Protocol):
-    """Runs a model over tokens of a tree, or over tokens that continue rows of a table."""
+    """Runs a model over the tokens of a batch."""
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Store keys and values of all uncached tokens; return logits after `batch.wanted`."""
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
+        """Store the keys and values of the tokens; return the logits of `batch.results`."""
         ...
-
-    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
-        """Store keys and values of the tokens; return the logits of `batch.results`."""
-        ...
-
-
-def padded_slots(segments: Sequence[Segment]) -> NDArray[np.int32]:
-    """Return the slots of segments, shape `(segments, longest)`, padded with zeros."""
-    longest = max(len(segment.slots) for segment in segments)
-    slots = np.zeros((len(segments), longest), np.int32)
-    for row, segment in enumerate(segments):
-        slots[row, : len(segment.slots)] = segment.slots
-    return slots
-
-
-def _uncached_stages(tree: PrefixTree, paths: Paths) -> list[list[Segment]]:
-    """Return the uncached tokens of a tree in prefill stages, at least one."""
-    depths: dict[Node, int] = {}
-    stages: list[list[Segment]] = [[]]
-    for node in tree.uncached():  # ancestors before descendants
-        parent_depth = depths.get(node.parent) if node.parent is not None else None
-        depth = depths[node] = 0 if parent_depth is None else parent_depth + 1
-        if depth == len(stages):
-            stages.append([])
-        slots, writes = paths.slots(node, node.end), node.slots[node.computed :]
-        stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
-    return stages
 
 
 def _requested(

@@ -1,6 +1,6 @@
 """Division of work into padded batches with little padding.
 
-`plan_batches` groups whole sequences, `group_segments` the segments of a prefill stage. This
+`plan_batches` groups whole sequences, `plan_segments` the segments of a prefill stage. This
 module handles only numbers.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.forward import Segment
 
 # Padding up to this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
@@ -81,83 +80,45 @@ class SegmentLimits:
             batch.
         max_context: Maximum number of positions of past and new tokens, padding
             included; None for no limit.
-        max_rows: Maximum number of sequences with one new token.
+        max_rows: Maximum number of segments.
     """
 
     max_tokens: int
     max_context: int | None
     max_rows: int = sys.maxsize
 
-    def admit(
-        self, rows: int, *, longest: int, new: int, past: int, pasts: int, shared: int
-    ) -> bool:
-        """Whether segments form a batch with little padding.
 
-        Args:
-            rows: Number of segments.
-            longest: Number of tokens of the longest segment.
-            new: Number of tokens of all segments.
-            past: Length of the longest past.
-            pasts: Length of all pasts together.
-            shared: Number of first slots of all pasts that are read once.
-        """
-        width = longest + past
-        return (
-            rows * longest <= self.max_tokens
-            and rows * (width - shared) <= _GATHERED_AT_ONCE
-            and (self.max_context is None or width <= self.max_context)
-            and rows * longest - new <= _CHEAP_PADDING_TOKENS
-            and rows * past - pasts <= max(pasts, _CHEAP_GATHERING)
-        )
-
-
-def group_segments(
-    segments: Sequence[Segment], limits: SegmentLimits, shared: int = 0
-) -> Iterator[list[Segment]]:
+def plan_segments(
+    counts: Integers64, pasts: Integers64, limits: SegmentLimits, shared: int = 0
+) -> Iterator[Integers64]:
     """Partition segments into batches with little padding.
 
+    If all segments have one token, no token of a later batch has an earlier position.
+
     Args:
-        segments: The segments of a prefill stage.
+        counts: Number of tokens of each segment.
+        pasts: Number of tokens before each segment.
         limits: Limits of a batch.
         shared: Number of first slots of all pasts that are read once.
-    """
-    batch: list[Segment] = []
-    new = past = pasts = 0
-    for segment in sorted(segments, key=lambda s: (len(s.tokens), s.past)):
-        longest = len(segment.tokens)
-        new, past, pasts = new + longest, max(past, segment.past), pasts + segment.past
-        rows = len(batch) + 1
-        if batch and not limits.admit(
-            rows, longest=longest, new=new, past=past, pasts=pasts, shared=shared
-        ):
-            yield batch
-            batch, new, past, pasts = [], longest, segment.past, segment.past
-        batch.append(segment)
-    if batch:
-        yield batch
-
-
-def table_passes(
-    positions: Integers64, limits: SegmentLimits, shared: int = 0
-) -> Iterator[Integers64]:
-    """Divide tokens, each a sequence with one new token, into passes with little padding.
-
-    Args:
-        positions: Position of each token in its sequence.
-        limits: Limits of a pass.
-        shared: Number of first slots of all sequences that are read once.
 
     Yields:
-        Indices of the tokens of a pass; no token of a later pass has an earlier position.
+        Indices of the segments of a batch.
     """
-    order = np.argsort(positions, kind="stable")
-    lengths = positions[order] + 1 - shared
-    first = 0
-    while first < len(order):
-        longest = 2 * int(lengths[first]) + _CHEAP_PADDING_TOKENS
-        end = int(np.searchsorted(lengths, longest, side="right"))
-        gathered = _GATHERED_AT_ONCE // int(lengths[end - 1])
-        count = max(1, min(limits.max_rows, limits.max_tokens, gathered))
-        end = min(end, first + count)
-        yield order[first:end]
-        first = end
+    order = np.lexsort([pasts, counts])
+    while len(order):
+        # Each entry is of the batch that ends with this segment.
+        longest, own = counts[order], pasts[order] - shared
+        rows, past = np.arange(1, len(order) + 1), np.maximum.accumulate(own)
+        new, gathered, width = np.cumsum(longest), np.cumsum(own), longest + past
+        fits = (
+            (rows <= limits.max_rows)
+            & (rows * longest <= limits.max_tokens)
+            & (rows * width <= _GATHERED_AT_ONCE)
+            & (rows * longest - new <= _CHEAP_PADDING_TOKENS)
+            & (rows * past - gathered <= np.maximum(gathered, _CHEAP_GATHERING))
+        )
+        if limits.max_context is not None:
+            fits &= shared + width <= limits.max_context
+        end = len(order) if fits.all() else max(1, int(fits.argmin()))
+        yield order[:end]
+        order = order[end:]

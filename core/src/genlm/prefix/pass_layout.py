@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genlm.core.queries.generations import Integers64
-from genlm.prefix.forward import Segment, TableBatch, padded_slots
+from genlm.prefix.forward import Segments, TokenBatch
 from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 
@@ -20,15 +18,13 @@ class PassLayout:
     A token may follow another of its pass: keys and values are stored before they are read.
 
     Args:
-        tokens: Token ids, shape `(n, new)`.
-        writes: Slot for the keys and values of each token; the scratch slot for padding.
-        counts: Number of new tokens of each sequence, shape `(n,)`.
-        pasts: Number of tokens before them, shape `(n,)`.
-        trunk: Common first slots of all sequences.
-        slots: The slots after the trunk, shape `(n, longest)`.
+        batch: Tokens to compute.
+        segments: Segments of the batch, one of each sequence, at least one.
 
     Attributes:
-        tokens, writes, pasts: As above.
+        tokens: Token ids, shape `(n, new)`; token 0 for padding.
+        writes: Slot for the keys and values of each token; the scratch slot for padding.
+        pasts: Number of tokens before those of each sequence, shape `(n,)`.
         positions: Position of each token in its sequence; padding continues the count.
         shared: Number of first slots that all pasts have in common and that `reads` omits; 0
             until `share` is called.
@@ -39,48 +35,21 @@ class PassLayout:
         ends: The last slot of each sequence.
     """
 
-    def __init__(
-        self,
-        tokens: Integers64,
-        writes: Slots,
-        *,
-        counts: Integers64,
-        pasts: Integers64,
-        trunk: Slots,
-        slots: NDArray[np.int32],
-    ) -> None:
-        self.tokens, self.writes, self.pasts = tokens, writes, pasts
-        self._trunk, self._slots, self._lasts = trunk, slots, pasts + counts - 1
-        self.positions = pasts[:, None] + np.arange(tokens.shape[1])
+    def __init__(self, batch: TokenBatch, segments: Segments) -> None:
+        firsts, counts = segments
+        new = np.arange(counts.max())
+        is_new, indices = new < counts[:, None], np.minimum(new, counts[:, None] - 1)
+        indices += firsts[:, None]
+        self.tokens = np.where(is_new, batch.tokens[indices], 0)
+        self.writes = np.where(is_new, batch.writes[indices], SCRATCH_SLOT)
+        self.pasts = pasts = batch.positions[firsts]
+        self.positions = pasts[:, None] + new
+        self._trunk, self._slots = batch.trunk, batch.slots[batch.rows[firsts]]
+        self._lasts = pasts + counts - 1
         self.share(0)
         self.is_even = bool((counts == counts[0]).all())
         lasts = self._slots_at(np.stack([pasts - 1, self._lasts], axis=1))
         self.past_ends, self.ends = np.where(pasts, lasts[:, 0], SCRATCH_SLOT), lasts[:, 1]
-
-    @classmethod
-    def of_segments(cls, segments: Sequence[Segment]) -> Self:
-        """Lay out segments; their tokens are padded with token 0."""
-        counts = np.array([len(segment.tokens) for segment in segments])
-        lengths = np.array([len(segment.slots) for segment in segments])
-        is_new = np.arange(counts.max()) < counts[:, None]
-        tokens, writes = np.zeros_like(is_new, np.int64), np.full(is_new.shape, SCRATCH_SLOT)
-        tokens[is_new] = np.concatenate([segment.tokens for segment in segments])
-        writes[is_new] = np.concatenate([segment.writes for segment in segments])
-        slots, trunk = padded_slots(segments), np.empty(0, np.int64)
-        pasts = lengths - counts
-        return cls(tokens, writes, counts=counts, pasts=pasts, trunk=trunk, slots=slots)
-
-    @classmethod
-    def of_table(cls, batch: TableBatch, part: Integers64) -> Self:
-        """Lay out some tokens of a `TableBatch`, each as a sequence with one new token."""
-        return cls(
-            batch.tokens[part, None],
-            batch.writes[part, None],
-            counts=np.ones_like(batch.tokens[part]),
-            pasts=batch.positions[part],
-            trunk=batch.trunk,
-            slots=batch.slots[batch.rows[part]],
-        )
 
     def share(self, count: int) -> None:
         """Omit the first `count` slots, which all pasts have in common, from `reads`."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from genlm.core.queries.sequence import TokenSequence
-from genlm.prefix.forward import TreeBatch
-from genlm.prefix.node import Node, Slots
+from genlm.prefix.forward import TokenBatch
+from genlm.prefix.node import Node
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class PassResult(NamedTuple):
 
     Attributes:
         parts: The sequences.
-        wanted: The slots of `TreeBatch.wanted`.
-        logits: The logits of these tokens, shape `(len(wanted), width)`. The next pass may
+        batch: The tokens that were computed.
+        logits: The logits of its results, shape `(len(results), width)`. The next pass may
             overwrite them.
     """
 
     parts: Sequence[PassPart]
-    wanted: Slots
+    batch: TokenBatch
     logits: torch.Tensor
 
 
@@ -80,7 +80,7 @@ class TreePasses:
     def __init__(
         self,
         tree: PrefixTree,
-        forward: Callable[[TreeBatch], torch.Tensor],
+        forward: Callable[[TokenBatch], torch.Tensor],
         adapter: str | None,
         *,
         max_tokens: int,
@@ -213,7 +213,7 @@ class TreePasses:
         """Compute the pass and begin the next one."""
         current, self._pass = self._pass, _Pass()
         parts = current.parts
-        batch = TreeBatch.of(
+        batch = TokenBatch.of_tree(
             self._tree,
             self._adapter,
             [part.sequence for part in parts],
@@ -222,4 +222,4 @@ class TreePasses:
         )
         logits = self._forward(batch)
         self._tree.commit(current.ends)
-        return PassResult(parts, batch.wanted, logits)
+        return PassResult(parts, batch, logits)

@@ -18,13 +18,13 @@ from genlm.core.queries.generations import NO_TOKEN, Integers64, Lineage
 from genlm.core.queries.query import GroupQuery
 from genlm.prefix.block_table import BlockTable, joined_rows
 from genlm.prefix.continuation import Requested, continuation
-from genlm.prefix.forward import TableBatch
+from genlm.prefix.forward import TokenBatch
 from genlm.prefix.node import Paths
 from genlm.prefix.tables import Tables
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
-RunTable = Callable[[TableBatch, str | None], torch.Tensor]
-"""Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
+Run = Callable[[TokenBatch], torch.Tensor]
+"""Function that computes a pass; returns logits, shape `(results, width)`."""
 
 _Part = tuple[GroupQuery, Integers64]
 """A group, and indices into its `wanted`."""
@@ -133,7 +133,7 @@ class Populations:
         return min(costs.values()) > self._tree.available
 
     def logits(
-        self, parts: Sequence[tuple[GroupQuery, Integers64]], run: RunTable
+        self, parts: Sequence[tuple[GroupQuery, Integers64]], run: Run
     ) -> torch.Tensor | None:
         """Compute the next-token logits of sequences of groups, in one pass if there are slots.
 
@@ -259,7 +259,7 @@ class Populations:
         )
         return None if uses_tree else missing
 
-    def _passes(self, parts: Sequence[_Part], run: RunTable) -> torch.Tensor:
+    def _passes(self, parts: Sequence[_Part], run: Run) -> torch.Tensor:
         """Compute rows of groups in one pass, or those of one group in several, by the slots.
 
         Raises:
@@ -288,7 +288,7 @@ class Populations:
         logits = torch.cat([logits, self._passes([(group, places[order[middle:]])], run)])
         return logits[torch.from_numpy(np.argsort(order)).to(logits.device)]
 
-    def _catch_up(self, group: GroupQuery, places: Integers64, run: RunTable) -> None:
+    def _catch_up(self, group: GroupQuery, places: Integers64, run: Run) -> None:
         """Compute tokens of rows that lack many, until they lack few."""
         few, lineage, wanted = self._few, group.generation.lineage, group.wanted[places]
         while True:
@@ -326,7 +326,7 @@ class Populations:
         token_ids[is_cached] = cached_tokens.max(axis=1, initial=NO_TOKEN)
         return group, rows, tokens, Requested(index, columns, token_ids)
 
-    def _compute(self, extensions: Sequence[_Extension], run: RunTable) -> torch.Tensor:
+    def _compute(self, extensions: Sequence[_Extension], run: Run) -> torch.Tensor:
         """Compute tokens after rows of tables, and store the longer tables.
 
         Returns:
@@ -337,9 +337,12 @@ class Populations:
         """
         tables = [self.tables.get(group) for group, *_ in extensions]
         table, rows, tokens, requested = _joined(tables, extensions)
-        step = continuation(table, rows, tokens, requested, self._tree.allocate)
+        adapter = extensions[0][0].adapter
+        step = continuation(
+            table, rows, tokens, requested, adapter=adapter, allocate=self._tree.allocate
+        )
         try:
-            logits = run(step.batch, extensions[0][0].adapter)
+            logits = run(step.batch)
         except BaseException:
             self._tree.free(step.new)
             raise

@@ -18,7 +18,7 @@ from genlm.core.queries.sequence import TokenSequence
 from genlm.core.rows.logits import rows_from_logits
 from genlm.core.rows.text_scores import PieceScores
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.forward import ForwardFn, ForwardResult, TableBatch, TreeBatch
+from genlm.prefix.forward import ForwardFn, TokenBatch
 from genlm.prefix.node import Paths, slots_within
 from genlm.prefix.passes import TreePasses
 from genlm.prefix.populations import Populations
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 # Maximum number of sequences that `next_pass` skips: it takes microseconds for each.
 _MAX_SKIPPED = 256
-
-# Up to this many tokens of a row of a block table are computed faster as separate sequences
-# than as a segment.
-_MAX_RUN = 8
 
 
 class PrefixRows:
@@ -210,14 +206,14 @@ class PrefixRows:
                     [[score]] = self._uncached.scores_by_pass(adapter, [texts[result]])
                     scores.put(result, score)
                     continue
-                parts, wanted, logits = result
+                parts, batch, logits = result
                 keys, members, paths = [], [], Paths()
                 for index, sequence, first, node in parts:
                     keys.append(paths.slots(node, len(sequence))[first:])
                     before = scores.ends[index] - firsts[index]
                     members.append(before + np.arange(first, len(sequence)))
                 scores.expect(np.concatenate(keys), np.concatenate(members))
-                scores.add(wanted, logits)
+                scores.add(batch.result_slots, logits)
                 del result, logits  # before the next pass allocates its logits
                 if not scores.is_complete:
                     yield None
@@ -233,7 +229,7 @@ class PrefixRows:
     ) -> torch.Tensor | None:
         """Compute the logits of sequences of populations; see `Populations.logits`."""
         with self._rolled_back_on_error():
-            return self.populations.logits(parts, self._table_pass)
+            return self.populations.logits(parts, self._run)
 
     def pin(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Compute a prefix and pin it until `clear`.
@@ -295,23 +291,16 @@ class PrefixRows:
     ) -> TreePasses:
         return TreePasses(
             self._tree,
-            self._tree_pass,
+            self._run,
             adapter,
             max_tokens=max_tokens,
             max_rows=self._max_rows,
             scored=scored,
         )
 
-    def _tree_pass(self, batch: TreeBatch) -> torch.Tensor:
-        return self._counted(self.forward(batch))
-
-    def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
-        if batch.longest_run > _MAX_RUN:
-            return self._counted(self.forward(batch.as_tree(adapter)))
-        return self._counted(self.forward.run_table(batch, adapter))
-
-    def _counted(self, result: ForwardResult) -> torch.Tensor:
-        """Count a pass and return its logits."""
+    def _run(self, batch: TokenBatch) -> torch.Tensor:
+        """Compute and count a pass; return its logits."""
+        result = self.forward(batch)
         self._forwards += result.forwards
         self._tokens_computed += result.tokens
         return result.logits

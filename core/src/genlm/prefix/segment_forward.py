@@ -10,11 +10,14 @@ import torch
 
 from genlm.core.queries.generations import Integers64
 from genlm.core.rows.logits import moved
-from genlm.prefix.forward import ForwardResult, Segment, TableBatch, TreeBatch
+from genlm.prefix.forward import ForwardResult, Segments, TokenBatch
 from genlm.prefix.node import Slots
-from genlm.prefix.padding import SegmentLimits, group_segments, table_passes
+from genlm.prefix.padding import SegmentLimits, plan_segments
 from genlm.prefix.pass_layout import PassLayout
 from genlm.prefix.shared_pasts import groups_with_shared_pasts
+
+# Segments of up to this many tokens are computed faster as separate tokens than in stages.
+_MAX_RUN = 8
 
 
 class SegmentForward(abc.ABC):
@@ -50,7 +53,8 @@ class SegmentForward(abc.ABC):
 
     def run_segments(
         self,
-        segments: Sequence[Segment],
+        batch: TokenBatch,
+        segments: Segments,
         rows: Integers64,
         places: Integers64,
         shared: int = 0,
@@ -59,65 +63,50 @@ class SegmentForward(abc.ABC):
 
         The first `shared` slots of all pasts are the same and are read once.
         """
-        layout = PassLayout.of_segments(segments)
+        layout = PassLayout(batch, segments)
         layout.share(shared)
         return self.run_pass(layout, rows, places)
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Compute the uncached tokens of the tree and the requested logits."""
-        tokens = forwards = 0
-        requested = PassLogits(batch.wanted)
-        for segments, shared in self._passes(batch):
-            counts = np.array([len(segment.tokens) for segment in segments])
-            new = np.concatenate([segment.slots[segment.past :] for segment in segments])
-            wanted = np.flatnonzero(np.isin(new, batch.wanted))
-            rows = np.repeat(np.arange(len(segments)), counts)[wanted]
-            places = wanted - (np.cumsum(counts) - counts)[rows]
-            logits = self.run_segments(segments, rows, places, shared)
-            requested.add(new[wanted], logits)
-            tokens, forwards = tokens + len(new), forwards + 1
-        return ForwardResult(requested.logits, tokens, forwards)
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
+        """Compute the tokens and the requested logits.
 
-    def _passes(self, batch: TreeBatch) -> Iterator[tuple[list[Segment], int]]:
+        Later passes read the keys and values that earlier ones stored. Short segments of
+        several stages are computed together, each token as a sequence with one new token.
+        """
+        is_requested = np.zeros(len(batch.tokens), bool)
+        is_requested[batch.results] = True
+        requested, forwards = PassLogits(batch.results), 0
+        for segments, shared in self._passes(batch):
+            counts, tokens = segments.counts, segments.tokens
+            wanted = np.flatnonzero(is_requested[tokens])
+            rows = np.repeat(np.arange(len(counts)), counts)[wanted]
+            places = wanted - (np.cumsum(counts) - counts)[rows]
+            logits = self.run_segments(batch, segments, rows, places, shared)
+            requested.add(tokens[wanted], logits)
+            forwards += 1
+        return ForwardResult(requested.logits, len(batch.tokens), forwards)
+
+    def _passes(self, batch: TokenBatch) -> Iterator[tuple[Segments, int]]:
         """Yield the segments of each pass, and how many first slots their pasts share."""
-        for stage in batch.stages:
-            pasts = np.array([segment.past for segment in stage])
-            paths = [segment.slots for segment in stage]
-            for members, shared in self._groups(paths, pasts):
-                part = [stage[i] for i in members.tolist()]
-                for segments in group_segments(part, self._limits, shared):
-                    yield segments, shared
+        longest = int(batch.segments.counts.max())
+        stages = batch.stages() if longest > 1 else [batch.segments]
+        if len(stages) > 1 and longest <= _MAX_RUN:
+            tokens = np.arange(len(batch.tokens))
+            stages = [Segments(tokens, np.ones_like(tokens))]
+        for stage in stages:
+            pasts = batch.positions[stage.firsts]
+            paths = [batch.slots[row] for row in batch.rows[stage.firsts].tolist()]
+            for members, shared in self._groups(paths, pasts, len(batch.trunk)):
+                part = stage.of(members)
+                for indices in plan_segments(part.counts, pasts[members], self._limits, shared):
+                    yield part.of(indices), shared
 
     def _groups(
-        self, paths: Sequence[Slots], pasts: Integers64, trunk: int = 0
+        self, paths: Sequence[Slots], pasts: Integers64, trunk: int
     ) -> Iterable[tuple[Integers64, int]]:
         if self.shares_pasts:
             return groups_with_shared_pasts(paths, pasts, trunk)
         return [(np.arange(len(paths)), 0)]
-
-    def run_table(
-        self,
-        batch: TableBatch,
-        adapter: str | None,  # noqa: ARG002 - the adapter is active in the model
-    ) -> ForwardResult:
-        """Run tokens that continue rows of a table, each as a sequence with one new token.
-
-        Later passes read the keys and values that earlier ones stored.
-        """
-        is_requested = np.zeros(len(batch.tokens), bool)
-        is_requested[batch.results] = True
-        forwards = 0
-        requested = PassLogits(batch.results)
-        paths = [batch.slots[row] for row in batch.rows.tolist()]
-        for group, shared in self._groups(paths, batch.positions, len(batch.trunk)):
-            for part in table_passes(batch.positions[group], self._limits, shared):
-                members = group[part]
-                rows = np.flatnonzero(is_requested[members])
-                layout = PassLayout.of_table(batch, members)
-                layout.share(shared)
-                requested.add(members[rows], self.run_pass(layout, rows, np.zeros_like(rows)))
-                forwards += 1
-        return ForwardResult(requested.logits, len(batch.tokens), forwards)
 
 
 class PassLogits:

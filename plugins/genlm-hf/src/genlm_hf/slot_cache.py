@@ -19,9 +19,9 @@ from genlm.plugin import describe_error
 from genlm.prefix import (
     Integers64,
     PassLayout,
-    Segment,
     SegmentForward,
     SegmentLimits,
+    TokenBatch,
     UnsupportedModelError,
 )
 from genlm_hf.forward import accepted_arguments, compute_logits
@@ -157,10 +157,11 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
         raise UnsupportedModelError(f"its forward takes no {missing[0]}")
     cache = DynamicCache()
     slots = np.arange(1, length + 1, dtype=np.int64)
-    batch = PassLayout.of_segments([Segment((0,) * length, slots, slots)])
+    batch = TokenBatch.of_paths(None, [slots], [(0,) * length])
+    layout = PassLayout(batch, batch.segments)
     try:
         with torch.inference_mode():
-            model(**_inputs(model, batch, device), **{needed[0]: cache})
+            model(**_inputs(model, layout, device), **{needed[0]: cache})
     except Exception as error:
         raise UnsupportedModelError(
             f"with a `DynamicCache` its forward pass raises {describe_error(error)}"
@@ -185,12 +186,12 @@ def _cache_name(model: Any) -> str:
     return next(iter(accepted_arguments(model, dict.fromkeys(_CACHE_NAMES))), _CACHE_NAMES[-1])
 
 
-def _inputs(model: Any, batch: PassLayout, device: torch.device) -> dict[str, Any]:
+def _inputs(model: Any, layout: PassLayout, device: torch.device) -> dict[str, Any]:
     inputs = {
-        "input_ids": torch.from_numpy(batch.tokens).to(device),
-        "attention_mask": torch.from_numpy(batch.is_token).to(device).long(),
+        "input_ids": torch.from_numpy(layout.tokens).to(device),
+        "attention_mask": torch.from_numpy(layout.is_token).to(device).long(),
         "use_cache": True,
-        "position_ids": torch.from_numpy(batch.positions).to(device),
+        "position_ids": torch.from_numpy(layout.positions).to(device),
         "return_dict": True,
     }
     return accepted_arguments(model, inputs)

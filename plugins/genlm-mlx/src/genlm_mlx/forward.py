@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +13,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from genlm.prefix import (
     Integers64,
     PassLayout,
-    Segment,
     SegmentForward,
     SegmentLimits,
+    Segments,
     Slots,
+    TokenBatch,
     UnsupportedModelError,
     slots_within,
 )
@@ -42,7 +42,7 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
 
 
 class SlotCacheForward(SegmentForward):
-    """Runs a model over the uncached tokens of a tree, or over tokens that continue a table.
+    """Runs a model over the tokens of a batch.
 
     Args:
         model: An mlx-lm model.
@@ -87,21 +87,24 @@ class SlotCacheForward(SegmentForward):
         """Whether attention reads common slots once with the same result, on a few tokens."""
         slots = np.arange(1, _PROBE_SLOTS)
 
-        def segment(past: int, new: Slots) -> Segment:
-            tokens = (new % self.width).tolist()
-            return Segment(tokens, np.concatenate([slots[:past], new]), new)
+        def batch_of(*sequences: tuple[int, Slots]) -> TokenBatch:
+            paths = [np.concatenate([slots[:past], new]) for past, new in sequences]
+            tokens = [(new % self.width).tolist() for _, new in sequences]
+            return TokenBatch.of_paths(None, paths, tokens)
 
+        prompt = batch_of((0, slots[:3]))
         passes = (
-            [segment(2, slots[3:4]), segment(2, slots[4:5])],
-            [segment(2, slots[3:4]), segment(3, slots[4:5])],
-            [segment(2, slots[3:5]), segment(3, slots[5:7])],
+            batch_of((2, slots[3:4]), (2, slots[4:5])),
+            batch_of((2, slots[3:4]), (3, slots[4:5])),
+            batch_of((2, slots[3:5]), (3, slots[5:7])),
         )
         try:
-            self.run_segments([segment(0, slots[:3])], slots[:0], slots[:0])
-            for segments in passes:
-                places = np.full(2, len(segments[0].tokens) - 1)
+            self.run_segments(prompt, prompt.segments, slots[:0], slots[:0])
+            for batch in passes:
+                segments, rows = batch.segments, np.arange(2)
+                places = segments.counts - 1
                 separate, shared = (
-                    self.run_segments(segments, np.arange(2), places, count).log_softmax(dim=-1)
+                    self.run_segments(batch, segments, rows, places, count).log_softmax(dim=-1)
                     for count in (0, 2)
                 )
                 if not (shared - separate).abs().max() <= self.tolerance:
@@ -114,7 +117,8 @@ class SlotCacheForward(SegmentForward):
 
     def run_segments(
         self,
-        segments: Sequence[Segment],
+        batch: TokenBatch,
+        segments: Segments,
         rows: Integers64,
         places: Integers64,
         shared: int = 0,
@@ -124,15 +128,15 @@ class SlotCacheForward(SegmentForward):
         A long pass is divided before the first token whose logits are requested: MLX does not
         compute the logits of the first part, because nothing reads them.
         """
-        first = int(places.min()) if len(places) else 0
-        if len(segments) * first * self.width > _LOGITS_AT_ONCE:
-            self.run_segments(
-                [_slice_segment(s, slice(first)) for s in segments], rows[:0], rows[:0], shared
-            )
-            remaining = [i for i, segment in enumerate(segments) if len(segment.tokens) > first]
-            segments = [_slice_segment(segments[i], slice(first, None)) for i in remaining]
-            rows, places = np.searchsorted(remaining, rows), places - first
-        return super().run_segments(segments, rows, places, shared)
+        firsts, counts = segments
+        begin = int(places.min()) if len(places) else 0
+        if len(counts) * begin * self.width > _LOGITS_AT_ONCE:
+            before, none = Segments(firsts, np.minimum(counts, begin)), rows[:0]
+            self.run_segments(batch, before, none, none, shared)
+            remaining = np.flatnonzero(counts > begin)
+            segments = Segments(firsts[remaining] + begin, counts[remaining] - begin)
+            rows, places = np.searchsorted(remaining, rows), places - begin
+        return super().run_segments(batch, segments, rows, places, shared)
 
     def run_pass(
         self, layout: PassLayout, rows: Integers64, places: Integers64
@@ -183,13 +187,6 @@ class SlotCacheForward(SegmentForward):
         if layout.is_even and tokens <= room:
             return ResidentBatch(layout, len(self._windows)), False, tokens
         return None, False, 0
-
-
-def _slice_segment(segment: Segment, part: slice) -> Segment:
-    """Return some tokens of a segment, whose past includes the tokens before them."""
-    end = len(segment.tokens[: part.stop])
-    slots = segment.slots[: segment.past + end]
-    return Segment(segment.tokens[part], slots, segment.writes[part])
 
 
 def select_logits(logits: mx.array, rows: Integers64, places: Integers64) -> mx.array:

@@ -8,34 +8,21 @@ because SGLang's attention on a CPU recomputes the whole sequence in an extend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm.plugin import device_index
-from genlm.prefix import (
-    ForwardResult,
-    PassLogits,
-    Segment,
-    Slots,
-    TableBatch,
-    TreeBatch,
-    padded_slots,
-)
+from genlm.prefix import ForwardResult, Integers64, PassLogits, Segments, TokenBatch
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.served_model import ServedModel
 
 _MAX_DECODED_TOKENS = 8
 """Maximum number of new tokens of a segment that is decoded."""
 
-_NO_TRUNK: Slots = np.empty(0, np.int64)
-
 
 class SGLangForward:
-    """Computes the uncached tokens of a tree, or tokens that continue the rows of a table.
-
-    Implements `ForwardFn` of `genlm.prefix`.
+    """Computes the tokens of a batch. Implements `ForwardFn` of `genlm.prefix`.
 
     Args:
         served: The model.
@@ -48,86 +35,65 @@ class SGLangForward:
         self._served, self._adapters = served, adapters
         self._reads_states = reads_states
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
         """Run the prefill stages: decode short segments, and extend the others."""
-        adapter_id = self._adapters.id_of(batch.adapter)
-        requested = PassLogits(batch.wanted)
-        tokens = forwards = 0
-        for stage in batch.stages:
-            decoded = [segment for segment in stage if self._is_decoded(segment, batch.wanted)]
-            if decoded:
-                slots, table = _new_slots(decoded), TableBatch.of_segments(decoded)
-                forwards += self._decode(table, adapter_id, slots, requested)
-                tokens += len(slots)
-            extended = [
-                segment for segment in stage if not self._is_decoded(segment, batch.wanted)
-            ]
-            for segments in self._extends(extended):
-                slots = _new_slots(segments)
-                places = np.flatnonzero(np.isin(slots, batch.wanted))
-                requested.add(slots[places], self._extend(segments, places, adapter_id))
-                tokens, forwards = tokens + len(slots), forwards + 1
-        return ForwardResult(requested.logits, tokens, forwards)
+        requested, forwards, size = PassLogits(batch.results), 0, self._served.max_rows
+        if self._are_decoded(batch, batch.segments).all():
+            stages = [batch.segments]  # a token may follow another one of its decode
+        else:
+            stages = batch.stages()
+        for stage in stages:
+            are_decoded = self._are_decoded(batch, stage)
+            forwards += self._decode(batch, stage.of(are_decoded).tokens, requested)
+            extended = stage.of(~are_decoded)
+            for first in range(0, len(extended.firsts), size):
+                self._extend(batch, extended.of(slice(first, first + size)), requested)
+                forwards += 1
+        return ForwardResult(requested.logits, len(batch.tokens), forwards)
 
-    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
-        """Decode tokens that continue rows of a table."""
-        requested, keys = PassLogits(batch.results), np.arange(len(batch.tokens))
-        passes = self._decode(batch, self._adapters.id_of(adapter), keys, requested)
-        return ForwardResult(requested.logits, len(batch.tokens), passes)
+    def _are_decoded(self, batch: TokenBatch, segments: Segments) -> NDArray[np.bool_]:
+        """Return which segments are decoded."""
+        are_decoded: NDArray[np.bool_] = segments.counts <= _MAX_DECODED_TOKENS
+        if not self._reads_states:
+            results = np.unique(batch.results)
+            ends = segments.firsts, segments.firsts + segments.counts - 1
+            first, last = (np.searchsorted(results, end) for end in ends)
+            are_decoded = are_decoded | (first < last)
+        return are_decoded
 
-    def _is_decoded(self, segment: Segment, wanted: Slots) -> bool:
-        if len(segment.tokens) <= _MAX_DECODED_TOKENS:
-            return True
-        inner = segment.slots[segment.past : -1]
-        return not self._reads_states and bool(np.isin(inner, wanted).any())
-
-    def _extend(
-        self, segments: Sequence[Segment], places: Slots, adapter_id: str | None
-    ) -> torch.Tensor:
-        """Run an extend and return the logits after the new tokens at `places`."""
-        lasts = np.cumsum([len(segment.tokens) for segment in segments]) - 1
+    def _extend(self, batch: TokenBatch, segments: Segments, requested: PassLogits) -> None:
+        """Run an extend and add the logits of its results."""
+        self._served.write_rows(batch.trunk, batch.slots[batch.rows[segments.firsts]])
+        adapter_id, tokens = self._adapters.id_of(batch.adapter), segments.tokens
+        places = np.flatnonzero(np.isin(tokens, batch.results))
+        lasts = np.cumsum(segments.counts) - 1
         if np.isin(places, lasts).all():  # SGLang computes these logits
-            logits = self._served.extend(segments, adapter_id)
-            return _select_rows(logits, np.searchsorted(lasts, places))
-        return self._served.extend(segments, adapter_id, places)
+            logits = self._served.extend(batch, segments, adapter_id)
+            logits = _select_rows(logits, np.searchsorted(lasts, places))
+        else:
+            logits = self._served.extend(batch, segments, adapter_id, places)
+        requested.add(tokens[places], logits)
 
-    def _decode(
-        self, batch: TableBatch, adapter_id: str | None, keys: Slots, requested: PassLogits
-    ) -> int:
-        """Add the logits of all tokens, each with its key; return the number of passes."""
-        served, count = self._served, len(batch.tokens)
+    def _decode(self, batch: TokenBatch, tokens: Integers64, requested: PassLogits) -> int:
+        """Decode some tokens and add their logits; return the number of passes."""
+        served, adapter_id = self._served, self._adapters.id_of(batch.adapter)
         fits = len(batch.slots) <= served.max_rows
-        if fits:
+        if fits and len(tokens):
             served.write_rows(batch.trunk, batch.slots)
-        firsts = range(0, count, served.max_rows)
+        firsts = range(0, len(tokens), served.max_rows)
         for first in firsts:
-            part = slice(first, first + served.max_rows)
+            part = tokens[first : first + served.max_rows]
             rows = batch.rows[part]
             if not fits:  # SGLang's table has fewer rows than the batch
                 pass_rows, rows = np.unique(rows, return_inverse=True)
                 served.write_rows(batch.trunk, batch.slots[pass_rows])
-            tokens, positions = batch.tokens[part], batch.positions[part]
-            requested.add(
-                keys[part],
-                served.decode(tokens, positions, batch.writes[part], rows, adapter_id),
-            )
+            writes, positions = batch.writes[part], batch.positions[part]
+            logits = served.decode(batch.tokens[part], positions, writes, rows, adapter_id)
+            requested.add(part, logits)
         return len(firsts)
 
-    def _extends(self, segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
-        """Divide segments into passes, and write the slots of a pass to the table."""
-        size = self._served.max_rows
-        for first in range(0, len(segments), size):
-            part = segments[first : first + size]
-            self._served.write_rows(_NO_TRUNK, padded_slots(part))
-            yield part
 
-
-def _new_slots(segments: Sequence[Segment]) -> Slots:
-    """Return the slots of segments' new tokens; a cached token has its cached slot."""
-    return np.concatenate([segment.slots[segment.past :] for segment in segments])
-
-
-def _select_rows(logits: torch.Tensor, places: Slots) -> torch.Tensor:
+def _select_rows(logits: torch.Tensor, places: Integers64) -> torch.Tensor:
     """Return the rows at `places`, as `logits` itself if they are all rows in order."""
     if np.array_equal(places, np.arange(len(logits))):
         return logits

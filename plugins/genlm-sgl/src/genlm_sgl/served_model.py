@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.plugin import EvaluationError, ModelLoadError, device_index
-from genlm.prefix import Segment, Slots
+from genlm.prefix import Segments, Slots, TokenBatch
 from genlm_sgl.model_runner import LoadWeightsHook, build_runner, destroy_process_groups
 
 Integers = npt.NDArray[np.int64]
@@ -219,17 +219,19 @@ class ServedModel:
 
     def extend(
         self,
-        segments: Sequence[Segment],
+        batch: TokenBatch,
+        segments: Segments,
         adapter_id: str | None,
         places: Integers | None = None,
     ) -> torch.Tensor:
-        """Compute the new tokens of segments whose earlier tokens are computed.
+        """Compute segments of a batch whose earlier tokens are computed.
 
         Args:
+            batch: The batch.
             segments: At most `max_rows` segments; `write_rows` wrote their slots to the first
                 rows of the table, in this order.
             adapter_id: SGLang's id of the adapter; None for the model without adapters.
-            places: Indices into the new tokens of all segments, which requires
+            places: Indices into the tokens of all segments, which requires
                 `read_hidden_states`; None for the last token of each segment.
 
         Returns:
@@ -237,19 +239,23 @@ class ServedModel:
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        lengths = [len(segment.tokens) for segment in segments]
+        pasts, counts, tokens = (
+            batch.positions[segments.firsts],
+            segments.counts,
+            segments.tokens,
+        )
         self._logit_places = places
         try:
             logits = self._run(
                 ForwardMode.EXTEND,
-                np.concatenate([np.asarray(segment.tokens, np.int64) for segment in segments]),
-                np.array([len(segment.slots) for segment in segments]),
-                np.concatenate([segment.writes for segment in segments]),
-                np.arange(len(segments)),
+                batch.tokens[tokens],
+                pasts + counts,
+                batch.writes[tokens],
+                np.arange(len(counts)),
                 adapter_id=adapter_id,
-                prefix_lens=[segment.past for segment in segments],
-                extend_lens=lengths,
-                extend_num_tokens=sum(lengths),
+                prefix_lens=pasts.tolist(),
+                extend_lens=counts.tolist(),
+                extend_num_tokens=len(tokens),
             )
             # The hook of `read_hidden_states` has computed the logits of the places.
             return logits if places is None else self._logits.pop()

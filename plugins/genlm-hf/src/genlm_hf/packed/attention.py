@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm.prefix import ForwardResult, TableBatch, TreeBatch
+from genlm.prefix import ForwardResult, TokenBatch
 from genlm_hf.forward import compute_logits
 from genlm_hf.packed.device_plan import (
     DeviceChunk,
@@ -25,7 +25,7 @@ from genlm_hf.packed.device_plan import (
 )
 from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
-from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_forward, plan_table
+from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_pass
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
@@ -50,7 +50,7 @@ _MAX_FLASH_WIDTH = 256
 
 
 class PackedForward:
-    """Runs a model over the uncached tokens of a tree, as one sequence."""
+    """Runs a model over the tokens of a batch, as one sequence."""
 
     def __init__(
         self, served: ServedModel, layout: AttentionLayout, storage: KVStorage
@@ -72,19 +72,13 @@ class PackedForward:
         self._kernels = KernelSteps(self._served, self._layout, self.storage, graphs=graphs)
         return self._kernels
 
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
         """Run one pass with explicit positions and without a mask."""
-        return self._run(plan_forward(batch), batch.adapter)
-
-    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
-        """Run one pass over tokens that continue rows of a block table."""
-        return self._run(plan_table(batch, self._shared_lengths), adapter)
-
-    def _run(self, plan: PackedPlan, adapter: str | None) -> ForwardResult:
+        plan = plan_pass(batch, self._shared_lengths)
         if self._kernels is None:
             logits = self._logits(plan)
         else:
-            logits = self._kernels(plan, adapter, self._logits)
+            logits = self._kernels(plan, batch.adapter, self._logits)
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:

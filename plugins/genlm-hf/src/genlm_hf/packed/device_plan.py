@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from genlm.plugin import moved
-from genlm.prefix import Segment, Slots
-from genlm_hf.packed.plan import PackedPlan, QueryGroup
+from genlm.prefix import Slots
+from genlm_hf.packed.plan import Chunk, PackedPlan, QueryGroup
 
 # Maximum bytes of suffixes gathered at once on a CPU, so that reads hit its cache. More is
 # slower, especially beyond 32 MiB, where every allocation maps new pages.
@@ -140,8 +140,8 @@ class DeviceChunk:
         slots: Slots of the past and of the chunk.
     """
 
-    def __init__(self, chunk: Segment, slots: torch.Tensor) -> None:
-        self.past, self.length = chunk.past, len(chunk.tokens)
+    def __init__(self, chunk: Chunk, slots: torch.Tensor) -> None:
+        self.past, self.length = chunk.past, chunk.length
         self._device = slots.device
         self.slots = SlotIndex(chunk.slots, slots)
         self._visible: dict[int | None, torch.Tensor] = {}
@@ -186,10 +186,8 @@ class DeviceChunks:
         slots: As the argument.
     """
 
-    def __init__(self, chunks: Sequence[Segment], slots: torch.Tensor) -> None:
-        lengths = np.array(
-            [(len(chunk.tokens), len(chunk.slots)) for chunk in chunks], np.int32
-        )
+    def __init__(self, chunks: Sequence[Chunk], slots: torch.Tensor) -> None:
+        lengths = np.array([(chunk.length, len(chunk.slots)) for chunk in chunks], np.int32)
         self.length = int(lengths[:, 0].sum())
         self.max_length, self.max_total = lengths.max(axis=0).tolist()
         ends = np.zeros((2, len(chunks) + 1), np.int32)
@@ -213,9 +211,9 @@ class SlotIndex:
         return states.index_select(1, self._index)
 
 
-def _consecutive(chunks: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _consecutive(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
     """Divide chunks into lists with a limited number of slots, at least one chunk each."""
-    part: list[Segment] = []
+    part: list[Chunk] = []
     total = 0
     for chunk in chunks:
         if part and total + len(chunk.slots) > _GATHERED_SLOTS:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,8 @@ from numpy.typing import NDArray
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
-    Segment,
     Slots,
-    TableBatch,
-    TreeBatch,
+    TokenBatch,
     plan_batches,
 )
 
@@ -51,7 +50,7 @@ _MAX_GATHERED_SLOTS = 2**16
 # Maximum scores of a head between the tokens of a group and the prefix that they share.
 _MAX_SCORES = 2**22
 
-# Nodes of up to this many uncached tokens run faster as query tokens than as a chunk.
+# Segments of up to this many tokens run faster as query tokens than as a chunk.
 _MAX_QUERY_TOKENS = 8
 
 Integers = NDArray[np.int64]
@@ -74,6 +73,23 @@ class QueryGroup:
     suffixes: NDArray[np.integer]
 
 
+class Chunk(NamedTuple):
+    """A prefill chunk: consecutive tokens of one sequence.
+
+    Attributes:
+        slots: Slots of the past and of these tokens.
+        length: Number of these tokens.
+    """
+
+    slots: Slots
+    length: int
+
+    @property
+    def past(self) -> int:
+        """Number of tokens before these."""
+        return len(self.slots) - self.length
+
+
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
     """One packed forward pass of `len(tokens)` tokens.
@@ -83,7 +99,7 @@ class PackedPlan:
         positions: Positions of the tokens in their sequences.
         writes: Slots for the tokens' keys and values.
         groups: Groups of the first tokens of the pass.
-        chunks: Prefill chunks: segments of the tokens after the groups.
+        chunks: Prefill chunks of the tokens after the groups.
         results: Indices in the pass of the tokens whose logits are requested.
     """
 
@@ -91,12 +107,12 @@ class PackedPlan:
     positions: Integers
     writes: Slots
     groups: Sequence[QueryGroup]
-    chunks: Sequence[Segment]
+    chunks: Sequence[Chunk]
     results: Integers
 
 
 class SharedLengths:
-    """Lengths of the prefixes that the query tokens of a pass over a block table share.
+    """Lengths of the prefixes that the query tokens of a pass share.
 
     The lengths of a pass are valid for the next pass if each of its tokens follows the token
     with the same index, because then the sequences share no additional slots. Lengths that are
@@ -107,14 +123,15 @@ class SharedLengths:
         self._lengths = self._shared = np.empty(0, np.int64)
         self._ends = np.empty(0, np.int32)
 
-    def of(self, batch: TableBatch, lengths: Integers) -> Integers:
+    def of(self, batch: TokenBatch, rows: Integers, lengths: Integers) -> Integers:
         """Return how many slots after the trunk the group of each query token shares.
 
         Args:
             batch: The pass.
+            rows: Index of each query token's sequence.
             lengths: Number of slots after the trunk of each query token's sequence.
         """
-        slots, rows = batch.slots, batch.rows
+        slots = batch.slots
         is_continued = (
             len(rows) > 1  # a single sequence may have a longer prefix in every pass
             and np.array_equal(lengths, self._lengths + 1)
@@ -126,57 +143,41 @@ class SharedLengths:
         return self._shared
 
 
-def plan_forward(batch: TreeBatch) -> PackedPlan:
-    """Plan the pass that computes the uncached tokens of a tree, and all results."""
-    segments = [segment for stage in batch.stages for segment in stage]
-    segments.sort(key=_is_chunk)
-    chunks = [segment for segment in segments if _is_chunk(segment)]
-    table = TableBatch.of_segments(segments)
-    queries = len(table.tokens) - sum(len(chunk.tokens) for chunk in chunks)
-    groups = []
-    if queries:
-        rows, lengths = table.rows[:queries], table.positions[:queries] + 1
-        shared = _shared_lengths(table.slots, rows, lengths, 0)
-        groups = list(_groups(table.trunk, table.slots, rows, lengths, shared))
-    members = [group.members for group in groups]
-    order = np.concatenate([*members, np.arange(queries, len(table.tokens))])
-    slots = table.slots[table.rows, table.positions][order]
-    by_slot = np.argsort(slots)
-    return PackedPlan(
-        tokens=table.tokens[order],
-        positions=table.positions[order],
-        writes=table.writes[order],
-        groups=groups,
-        chunks=chunks,
-        results=by_slot[np.searchsorted(slots, batch.wanted, sorter=by_slot)],
-    )
-
-
-def plan_table(batch: TableBatch, shared_lengths: SharedLengths) -> PackedPlan:
-    """Plan the pass over tokens that continue rows of a block table.
+def plan_pass(batch: TokenBatch, shared_lengths: SharedLengths) -> PackedPlan:
+    """Plan the pass that computes a batch.
 
     Args:
         batch: The tokens.
         shared_lengths: Lengths that are kept from the pass before.
     """
-    lengths = batch.positions + 1 - len(batch.trunk)
-    shared = shared_lengths.of(batch, lengths)
-    groups = list(_groups(batch.trunk, batch.slots, batch.rows, lengths, shared))
-    order = np.concatenate([group.members for group in groups])
+    segments = batch.segments
+    is_chunk = segments.counts > _MAX_QUERY_TOKENS
+    chunks, queries = segments.of(is_chunk), segments.of(~is_chunk).tokens
+    rows, groups = batch.rows[queries], []
+    lengths = batch.positions[queries] + 1 - len(batch.trunk)
+    if len(queries):
+        shared = shared_lengths.of(batch, rows, lengths)
+        groups = list(_groups(batch.trunk, batch.slots, rows, lengths, shared))
+    order = np.concatenate([*(queries[group.members] for group in groups), chunks.tokens])
     indices = np.empty(len(order), np.int64)
     indices[order] = np.arange(len(order))
+    ends = batch.positions[chunks.firsts] + chunks.counts
     return PackedPlan(
         tokens=batch.tokens[order],
         positions=batch.positions[order],
         writes=batch.writes[order],
         groups=groups,
-        chunks=[],
+        chunks=[
+            Chunk(batch.path(row, end), length)
+            for row, end, length in zip(
+                batch.rows[chunks.firsts].tolist(),
+                ends.tolist(),
+                chunks.counts.tolist(),
+                strict=True,
+            )
+        ],
         results=indices[batch.results],
     )
-
-
-def _is_chunk(segment: Segment) -> bool:
-    return len(segment.tokens) > _MAX_QUERY_TOKENS
 
 
 def _groups(

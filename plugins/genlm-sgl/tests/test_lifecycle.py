@@ -21,6 +21,7 @@ from programs import run_code
 
 import genlm
 from genlm_sgl.conformance import TinyLlama
+from genlm_sgl.model_runner import free_port
 
 from .driving import TOLERANCE, answers, largest_error, prompts_of
 
@@ -158,3 +159,12 @@ def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:
         assert figures.engine["tokens_computed"] - before["tokens_computed"] == 15
         drawn = asyncio.run(lm.batch_sample(prompts, 4, seed=1))
         assert [len(tokens) for tokens in drawn] == [4, 4, 4]
+
+
+def test_programs_with_the_same_seed_use_different_ports() -> None:
+    ports = set()
+    for _ in range(4):
+        random.seed(0)
+        ports.add(free_port())
+        assert random.getstate() == random.Random(0).getstate()
+    assert len(ports) > 1

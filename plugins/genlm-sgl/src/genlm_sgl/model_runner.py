@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,11 +45,10 @@ def build_runner(
     from sglang.srt.model_executor import model_runner
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-    from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     arguments = ServerArgs(**options)
     # SGLang's `PortArgs` would also create files for its other processes, and leave them.
-    port = arguments.nccl_port or get_free_port_below_ephemeral()
+    port = arguments.nccl_port or free_port()
     # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
     # next model fails with an AssertionError.
     runtime_context.get_resources().expert_location_metadata = None
@@ -102,6 +102,22 @@ def _hook_weights(hook: LoadWeightsHook) -> Iterator[None]:
         yield
     finally:
         DefaultModelLoader._get_all_weights = original  # noqa: SLF001
+
+
+def free_port() -> int:
+    """Return a free port, in which SGLang's processes find each other.
+
+    SGLang draws it by the module `random`. Programs that run at the same time and have set the
+    same seed would use the same port.
+    """
+    from sglang.srt.utils.network import get_free_port_below_ephemeral
+
+    state = random.getstate()
+    random.seed()
+    try:
+        return int(get_free_port_below_ephemeral())
+    finally:
+        random.setstate(state)
 
 
 def destroy_process_groups() -> None:

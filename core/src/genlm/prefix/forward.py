@@ -96,10 +96,8 @@ class TokenBatch:
         slots = np.zeros((len(paths), int(lengths.max())), np.int32)
         for row, path in enumerate(paths):
             slots[row, : len(path)] = path
-        rows, positions = (
-            np.repeat(np.arange(len(paths)), counts),
-            ranges(lengths - counts, counts),
-        )
+        rows = np.repeat(np.arange(len(paths)), counts)
+        positions = ranges(lengths - counts, counts)
         own = slots[rows, positions].astype(np.int64)
         by_slot = np.argsort(own)
         return cls(
@@ -177,7 +175,7 @@ class TokenBatch:
         """Return the segments in prefill stages, which depend on earlier stages only."""
         segments, trunk = self.segments, len(self.trunk)
         begins, rows = self.positions[segments.firsts], self.rows[segments.firsts]
-        # The segment that writes the slot before each segment, -1 if the slot is computed.
+        # A segment depends on the segment that writes the slot before it, if there is one.
         before = np.where(begins > trunk, self.slots[rows, begins - trunk - 1], SCRATCH_SLOT)
         by_write = np.argsort(self.writes)
         writers = by_write[
@@ -189,6 +187,11 @@ class TokenBatch:
         for index in order[is_written[order]].tolist():
             depths[index] = depths[parents[index]] + 1
         return [segments.of(depths == depth) for depth in range(int(depths.max()) + 1)]
+
+    def slots_of(self, segments: Segments) -> NDArray[np.int32]:
+        """Return the slots after the trunk of each segment's row, up to the last token of any."""
+        ends = self.positions[segments.firsts] + segments.counts
+        return self.slots[self.rows[segments.firsts], : int(ends.max()) - len(self.trunk)]
 
     def path(self, row: int, end: int) -> Slots:
         """Return the slots of the first `end` tokens of a row."""

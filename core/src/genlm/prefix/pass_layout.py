@@ -44,7 +44,7 @@ class PassLayout:
         self.writes = np.where(is_new, batch.writes[indices], SCRATCH_SLOT)
         self.pasts = pasts = batch.positions[firsts]
         self.positions = pasts[:, None] + new
-        self._trunk, self._slots = batch.trunk, batch.slots[batch.rows[firsts]]
+        self._trunk, self._slots = batch.trunk, batch.slots_of(segments)
         self._lasts = pasts + counts - 1
         self.share(0)
         self.is_even = bool((counts == counts[0]).all())

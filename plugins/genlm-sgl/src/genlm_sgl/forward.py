@@ -63,7 +63,7 @@ class SGLangForward:
 
     def _extend(self, batch: TokenBatch, segments: Segments, requested: PassLogits) -> None:
         """Run an extend and add the logits of its results."""
-        self._served.write_rows(batch.trunk, batch.slots[batch.rows[segments.firsts]])
+        self._served.write_rows(batch.trunk, batch.slots_of(segments))
         adapter_id, tokens = self._adapters.id_of(batch.adapter), segments.tokens
         places = np.flatnonzero(np.isin(tokens, batch.results))
         lasts = np.cumsum(segments.counts) - 1

@@ -189,7 +189,7 @@ class TokenBatch:
         return [segments.of(depths == depth) for depth in range(int(depths.max()) + 1)]
 
     def slots_of(self, segments: Segments) -> NDArray[np.int32]:
-        """Return the slots after the trunk of each segment's row, up to the last token of any."""
+        """Return the slots after the trunk of each segment, up to the longest segment's end."""
         ends = self.positions[segments.firsts] + segments.counts
         return self.slots[self.rows[segments.firsts], : int(ends.max()) - len(self.trunk)]
 

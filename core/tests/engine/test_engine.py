@@ -488,6 +488,38 @@ def test_a_batch_engine_is_an_engine_and_no_more_than_it_implements() -> None:
     assert isinstance(ScriptedEngine(), LoraEngine)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "error", "message"),
+    [
+        ("vocabulary", [b"a"], TypeError, "is list; expected a genlm.Vocabulary"),
+        ("max_context", "5", TypeError, "FunctionEngine.max_context='5'; expected an integer"),
+        ("max_context", 0, ValueError, "FunctionEngine.max_context=0; it must be 1 or more"),
+        ("capabilities", None, TypeError, "FunctionEngine.capabilities is None; expected a"),
+        (
+            "capabilities",
+            "lora",
+            TypeError,
+            "FunctionEngine.capabilities is 'lora'; expected a",
+        ),
+        ("capabilities", {"loras"}, TypeError, "'loras'}; expected .* which are lora, prefix"),
+    ],
+)
+def test_an_engine_with_a_wrong_attribute_is_refused_at_its_creation(
+    attribute: str, value: object, error: type[Exception], message: str
+) -> None:
+    engine = FunctionEngine(ROWS["fresh"])
+    setattr(engine, attribute, value)
+    with pytest.raises(error, match=message):
+        AsyncLM(lambda: engine)
+
+
+def test_the_names_of_capabilities_are_capabilities() -> None:
+    engine = ScriptedEngine()
+    engine.capabilities = {"lora"}  # type: ignore[assignment]
+    with AsyncLM(lambda: engine) as llm:
+        llm.load_lora("folder", "red")
+
+
 def test_an_engine_without_evaluate_cannot_be_made() -> None:
     class Unfinished(BatchEngine):
         pass

@@ -49,7 +49,9 @@ BACKENDS = """
     class Homely(Strict):
         option_homes = {"load_in_": "bits_opts", "device_map": "lib_opts", "": "lib_opts"}
 
-        def __init__(self, model, device="cpu", lib_opts=None, bits_opts=None):
+        def __init__(
+            self, model, device="cpu", lib_opts=None, bits_opts=None, quiet: bool = False
+        ):
             super().__init__(model)
 
         @classmethod
@@ -82,6 +84,8 @@ BACKENDS = """
         def step(self):
             if self.fault == "interrupted":
                 raise KeyboardInterrupt
+            if self.fault == "returns nothing":
+                return None
             completions = [] if self.fault == "silent" else super().step()
             if self.fault == "none but reduced rows":
                 completions = [c._replace(result=Reduced((c.result,))) for c in completions]
@@ -229,6 +233,13 @@ def test_a_loaded_model_says_its_name(tmp_path: Path) -> None:
         assert repr(llm).startswith("<AsyncLM 'Linear' on 'homely': ")
 
 
+@pytest.mark.parametrize("value", ["false", 2, None, []])
+def test_an_option_that_is_a_flag_is_true_or_false(value: object) -> None:
+    with pytest.raises(TypeError, match=rf"quiet={re.escape(repr(value))}; expected True or"):
+        load_model("a-model", "homely", quiet=value)
+    load_model("a-model", "homely", quiet=True).close()
+
+
 def test_all_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match=r"no option 'b', 'a'\. It takes: none"):
         load_model("a-model", "bare", b=1, a=2)
@@ -311,7 +322,8 @@ def test_an_unknown_backend_is_the_registrys_error() -> None:
     [
         ("kernel", "RuntimeError: the kernel takes heads of 64"),
         ("overflow", "NaN at 16 of 16 ids"),
-        ("silent", "no row after 10000 steps"),
+        ("silent", "10000 steps of the engine returned no Completion with query_id -1"),
+        ("returns nothing", "EvaluationError: the engine's step returned NoneType; expected a"),
         ("embeds nothing", "embeds none of the tokenizer's ids"),
     ],
 )

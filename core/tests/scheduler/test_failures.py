@@ -154,6 +154,28 @@ def test_a_completion_without_result_or_error_is_an_error(start):
         llm.next_token_logprobs_sync([1])
 
 
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (None, "NoneType"),
+        ([torch.zeros(16)], "list of Tensor"),
+        ({0: torch.zeros(16)}, "dict of int"),
+        (Completion(0), "Completion of NoneType, bool, int"),
+    ],
+)
+def test_a_step_that_returns_other_objects_fails_its_requests(start, returned, found):
+    class Wrong(ScriptedEngine):
+        def step(self):
+            return returned
+
+    llm, _ = start(Wrong())
+    message = f"the engine's step returned {found}; expected a list of genlm.Completion objects"
+    with pytest.raises(EvaluationError, match=message):
+        llm.next_token_logprobs_sync([1])
+    with pytest.raises(EvaluationError, match=message):  # the core divides the group
+        llm.population([1], 3).draw_sync(seed=0)
+
+
 def test_completions_of_unknown_queries_are_ignored(start):
     class Noisy(ScriptedEngine):
         def step(self):

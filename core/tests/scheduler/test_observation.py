@@ -127,6 +127,30 @@ def test_slow_steps_are_warnings_that_do_not_come_with_every_step(start, caplog,
     assert "A smaller max_batch_size" in caplog.records[2].getMessage()
 
 
+@pytest.mark.parametrize(("limit", "warnings"), [(20, 2), (50, 2), (51, 0)])
+def test_many_steps_in_a_row_that_complete_no_query_are_a_warning(
+    start, caplog, monkeypatch, limit, warnings
+):
+    class Late(ScriptedEngine):
+        empty_steps = 0
+
+        def step(self):
+            if self.empty_steps < 50:
+                self.empty_steps += 1
+                return []
+            self.empty_steps = 0
+            return super().step()
+
+    caplog.set_level(logging.WARNING, "genlm.batches")
+    monkeypatch.setattr(observation, "EMPTY_STEPS", limit)
+    llm, _ = start(Late())
+    for token_id in range(2):
+        [row] = ask(llm, [token_id])
+        torch.testing.assert_close(row, oracle_row([token_id], None, 16))
+    assert len(caplog.records) == warnings
+    assert caplog.text.count(f"{limit} steps in a row completed none of 1 queries") == warnings
+
+
 def test_each_batch_is_a_span_with_attributes_and_a_parent_of_the_engines_spans(start, spans):
     engine = CountingEngine(poison=[7])
     tracer = trace.get_tracer_provider().get_tracer("an engine")

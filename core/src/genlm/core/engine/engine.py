@@ -10,10 +10,11 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
-from genlm.core.base.errors import UnsupportedCapabilityError
+from genlm.core.base.errors import EvaluationError, UnsupportedCapabilityError
+from genlm.core.base.validation import checked_integer
 from genlm.core.queries.query import Completion, Query
 from genlm.core.vocab import Vocabulary
 
@@ -125,7 +126,12 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return an engine unchanged; reject an object that lacks members of `Engine`."""
+    """Return an engine unchanged; reject an object without the members of `Engine`.
+
+    Raises:
+        TypeError: A member is missing or has another type.
+        ValueError: `max_context` is below 1.
+    """
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
@@ -138,7 +144,34 @@ def checked_engine(engine: Engine) -> Engine:
             f"the vocabulary of {engine!r} is {type(engine.vocabulary).__name__}; expected a "
             f"genlm.Vocabulary"
         )
+    if engine.max_context is not None:
+        checked_integer(f"{type(engine).__name__}.max_context", engine.max_context, 1)
+    capabilities: object = engine.capabilities
+    if not isinstance(capabilities, Set) or not capabilities <= set(Capability):
+        raise TypeError(
+            f"{type(engine).__name__}.capabilities is {capabilities!r}; expected a frozenset "
+            f"of genlm.Capability values, which are {', '.join(Capability)}"
+        )
     return engine
+
+
+def checked_completions(completions: Any) -> list[Completion]:
+    """Return what `Engine.step` returned as a list; reject other objects.
+
+    Raises:
+        EvaluationError: The step did not return an iterable of `Completion` objects.
+    """
+    found = type(completions).__name__
+    if isinstance(completions, Iterable):
+        step_completions = list(completions)
+        types = {*map(type, step_completions)}
+        if all(issubclass(kind, Completion) for kind in types):
+            return step_completions
+        found += f" of {', '.join(sorted(kind.__name__ for kind in types))}"
+    raise EvaluationError(
+        f"the engine's step returned {found}; expected a list of genlm.Completion objects, "
+        f"which is empty if no query is complete"
+    )
 
 
 def require_capability(engine: Engine, capability: Capability, backend: str) -> None:

@@ -30,7 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.core.engine.engine import Capability, Engine, call_each, query_ids
+from genlm.core.engine.engine import (
+    Capability,
+    Engine,
+    call_each,
+    checked_completions,
+    query_ids,
+)
 from genlm.core.engine.group_sampling import MemberRuns, RowRequest, SamplingRun, result_error
 from genlm.core.engine.joined_sampling import JoinedRun, joining_key
 from genlm.core.engine.text_groups import text_completion, text_group
@@ -206,7 +212,7 @@ class GroupEngine:
             return step_completions
         completions: list[Completion] = []
         group_ids: dict[int, None] = {}  # groups with completed queries, in order
-        for completion in self._with_reduced_rows(list(step_completions)):
+        for completion in self._with_reduced_rows(checked_completions(step_completions)):
             row_request = self._row_requests.pop(completion.query_id, None)
             if row_request is None:
                 completions.append(completion)

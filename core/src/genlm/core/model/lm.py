@@ -89,7 +89,7 @@ class AsyncLM(
     Raises:
         TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not return an
             engine, or a limit is not a number.
-        ValueError: A limit is below 1.
+        ValueError: A limit, or the engine's `max_context`, is below 1.
         Exception: The error that `build_engine` raised.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from genlm.core.base.errors import ModelLoadError, TokenIdError, describe_error
 from genlm.core.base.progress import loading_stage
 from genlm.core.base.validation import is_model_object
-from genlm.core.engine.engine import Engine, checked_engine
+from genlm.core.engine.engine import Engine, checked_completions, checked_engine
 from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.queries.query import Query, Reduced
 from genlm.core.rows.logits import invalid_rows
@@ -86,15 +86,16 @@ def _first_row(engine: Engine) -> Any:
 
 def _step_until_complete(engine: Engine) -> Any:
     for _ in range(_MAX_STEPS):
-        for completion in engine.step():
+        for completion in checked_completions(engine.step()):
             if completion.query_id == _FIRST_ROW_ID:
                 if completion.error is not None:
                     raise completion.error
                 result = completion.result
                 return result.values[0] if isinstance(result, Reduced) else result
     raise RuntimeError(
-        f"no row after {_MAX_STEPS} steps of the engine; a step must wait for results that "
-        f"others compute"
+        f"{_MAX_STEPS} steps of the engine returned no Completion with query_id "
+        f"{_FIRST_ROW_ID}; steps must return one for each submitted query, with its query_id, "
+        f"and must wait for results that others compute"
     )
 
 
@@ -140,7 +141,7 @@ def check_options(
     options: Mapping[str, Any],
     common: Sequence[str] = (),
 ) -> None:
-    """Reject unknown options before loading.
+    """Reject unknown options, and options of type `bool` with other values, before loading.
 
     Args:
         build: The callable of `get_backend`.
@@ -149,9 +150,14 @@ def check_options(
         common: Further options that the message lists.
 
     Raises:
-        TypeError: `build` does not accept an option; the message suggests another.
+        TypeError: `build` does not accept an option, for which the message suggests another; or
+            an option that is annotated as `bool` is neither True nor False.
     """
     parameters = list(inspect.signature(build).parameters.values())[1:]
+    for parameter in parameters:
+        value = options.get(parameter.name, True)
+        if parameter.annotation in (bool, "bool") and value not in (True, False):
+            raise TypeError(f"{parameter.name}={value!r}; expected True or False")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     accepted = [parameter.name for parameter in parameters]

@@ -1,8 +1,9 @@
 """Step logging and tracing: log records and OpenTelemetry spans.
 
-The logger `genlm.batches` receives a DEBUG record per step and a WARNING for slow steps. If the
-program has set an OpenTelemetry tracer provider, it receives a span per step. This module
-imports OpenTelemetry only if the program has imported it.
+The logger `genlm.batches` receives a DEBUG record per step, a WARNING for slow steps, and one
+for many steps in a row that complete no query. If the program has set an OpenTelemetry tracer
+provider, it receives a span per step. This module imports OpenTelemetry only if the program has
+imported it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ WARNING_INTERVAL_S = 60.0
 """Minimum time between two warnings of an engine."""
 
 
+EMPTY_STEPS = 1_000_000
+"""Steps in a row without a completed query after which a warning is logged: more than engines
+need for long queries, and reached in seconds by an engine that never completes a query."""
+
+
 class StepObserver:
     """Reports the steps of one engine; used on its thread."""
 
@@ -34,6 +40,7 @@ class StepObserver:
         self._tracer: Any = None
         self._warned_s: float | None = None
         self._unreported = 0
+        self._empty_steps = 0  # in a row
 
     def observe(
         self, step: Callable[[Any], list[Evaluation]], engine: Any, queries: int
@@ -65,6 +72,14 @@ class StepObserver:
             if is_traced:
                 span.set_attribute("genlm.engine", self._name)
                 span.set_attributes({f"genlm.batch.{key}": counts[key] for key in counts})
+        self._empty_steps = 0 if finished else self._empty_steps + 1
+        if self._empty_steps == EMPTY_STEPS:
+            logger.warning(
+                "%s: %d steps in a row completed none of %d queries. Steps must return a "
+                "Completion for each submitted query, with its query_id, and must wait for "
+                "results that others compute",
+                *(self._name, EMPTY_STEPS, queries),
+            )
         if step_s >= SLOW_STEP_S:
             self._warn(queries, step_s)
         return step_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from genlm.core.base.errors import EvaluationError
+from genlm.core.engine.engine import checked_completions
 from genlm.core.queries.query import Completion, GroupQuery
 from genlm.core.scheduler.request_table import Evaluation
 
@@ -36,16 +36,11 @@ def step_engine(
     Completions of other queries, which were aborted, are ignored.
 
     Raises:
-        EvaluationError: The step returned an object that is not a `Completion`.
+        EvaluationError: The step returned an object that is not a list of `Completion` objects.
         Exception: The error of the engine's step.
     """
     finished: dict[Evaluation, Completion] = {}
-    for completion in list(engine.step()):
-        if not isinstance(completion, Completion):
-            raise EvaluationError(
-                f"the engine's step returned an object of type {type(completion).__name__}; "
-                f"expected genlm.Completion objects"
-            )
+    for completion in checked_completions(engine.step()):
         evaluation = in_engine.get(completion.query_id)
         if evaluation is not None:
             finished.setdefault(evaluation, completion)

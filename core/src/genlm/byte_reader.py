@@ -22,7 +22,7 @@ import numpy.typing as npt
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_size
 from genlm.core.model.context import Context
-from genlm.core.model.lm import AsyncLM
+from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.rows.sampling import checked_seed
 from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.vocab.per_vocabulary import PerVocabulary
@@ -104,7 +104,7 @@ class ByteReader:
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self.is_exact = True
         self.prune_threshold = threshold
-        self._trie, self._excluded = _tries.get(llm.vocabulary, stop)
+        self._trie, self._excluded = _tries.get(checked_model(llm).vocabulary, stop)
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
 

@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 import genlm
 from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
-from genlm.constraints import Automaton, Grammar
+from genlm.constraints import Automaton, Grammar, Python
 from genlm.smc import batch_steer_sync, steer_sync, systematic_resampling
 
 TRIE = TokenCharacterTrie([b"a", b"ab"])
@@ -273,6 +273,20 @@ def test_of_what_makes_an_engine(caplog) -> None:
     assert not caplog.records
 
 
+@pytest.mark.parametrize("value", ["hf", None, ScriptedEngine()])
+def test_of_models(value: Any) -> None:
+    for use in (
+        lambda: list(steer_sync(value, [1], 2, max_tokens=1)),
+        lambda: list(batch_steer_sync(value, [[1]], 2, max_tokens=1)),
+        lambda: Automaton.regex("a").start(value, 2),
+        lambda: Grammar.ebnf('root ::= "a"').start(value, 2),
+        lambda: Python(bool).start(value, 2),
+        lambda: genlm.ByteReader(value),
+    ):
+        with pytest.raises(TypeError, match=f"llm={value!r:.20}.*; expected a loaded model"):
+            use()
+
+
 CACHES = [
     (("3",), TypeError, "max_entries='3'; expected an integer, 0 or more"),
     ((None,), TypeError, "max_entries=None; expected an integer"),
@@ -287,10 +301,10 @@ def test_of_caches(bounds: tuple[Any, ...], error: type[Exception], message: str
         OutputCache(bounds[0], max_bytes=(*bounds, None)[1])
 
 
-@pytest.mark.parametrize("value", [None, 3])
+@pytest.mark.parametrize("value", [None, 3, "hf", b"hf"])
 def test_of_vocabularies(value: Any) -> None:
     with pytest.raises(
-        genlm.VocabularyError, match=f"found {value}; a trie is built from tokens"
+        genlm.VocabularyError, match=f"found {value!r}; a trie is built from tokens"
     ):
         TokenCharacterTrie(value)
 

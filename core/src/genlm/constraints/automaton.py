@@ -28,12 +28,12 @@ from genlm.constraints.states import (
 from genlm.constraints.text_tokens import text_tokens
 from genlm.constraints.token_table import TokenStates, TokenTable, token_tries
 from genlm.core.base.arrays import host_array, signed_index
+from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
-    from genlm.core.model.lm import AsyncLM
 
 
 class Automaton(Language):
@@ -144,7 +144,7 @@ class Automaton(Language):
         state = self._state_after(text)
         if state == NO_STATE:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
-        table = self._compiled.get(llm.vocabulary, stop)
+        table = self._compiled.get(checked_model(llm).vocabulary, stop)
         first = table.starts[state]
         if first == DEAD:
             raise ValueError(

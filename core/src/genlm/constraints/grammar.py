@@ -32,12 +32,12 @@ from genlm.constraints.states import (
     first_states,
     member_index,
 )
+from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.vocab.per_vocabulary import PerVocabulary
 
 if TYPE_CHECKING:
     from genlm.core.base.validation import Integers
-    from genlm.core.model.lm import AsyncLM
 
 
 class Grammar(Language):
@@ -138,7 +138,7 @@ class Grammar(Language):
         """
         check_text(text)
         states = first_states(size)
-        compiled = self._compiled.get(llm.vocabulary, stop)
+        compiled = self._compiled.get(checked_model(llm).vocabulary, stop)
         first = compiled.first(text)
         if first is None:
             raise ValueError(f"no text of {self!r} begins with {text!r}")

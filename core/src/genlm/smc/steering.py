@@ -22,6 +22,7 @@ from genlm.core.base.validation import (
     checked_size,
     checked_stop,
 )
+from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.model.members import has_several
 from genlm.core.model.population import Population
 from genlm.core.rows.sampling import batch_seeds, checked_seed
@@ -31,7 +32,6 @@ from genlm.smc.particles import Particles, ParticlesBatch
 if TYPE_CHECKING:
     from genlm.core.base.validation import Stop
     from genlm.core.model.context import TokenBatch, TokenIds
-    from genlm.core.model.lm import AsyncLM
     from genlm.smc.filters import Bias, Potential
     from genlm.smc.resampling import LogWeights
 
@@ -268,6 +268,7 @@ def _initial_population(
     llm: AsyncLM, prompt: TokenIds | Population, size: int | None
 ) -> Population:
     """Return the first particles of a filter; see `steer`."""
+    checked_model(llm)
     if not isinstance(prompt, (Population, Particles, ParticlesBatch)):
         if has_several(prompt):
             raise TypeError(
@@ -286,6 +287,7 @@ def _initial_populations(
     llm: AsyncLM, prompts: TokenBatch | Population, size: int
 ) -> tuple[Population, int]:
     """Return the first particles of several filters, and the number of filters."""
+    checked_model(llm)
     if isinstance(prompts, (Population, Particles, ParticlesBatch)):
         population = _checked_population(prompts)
         if len(population) % size:

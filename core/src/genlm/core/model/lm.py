@@ -439,6 +439,16 @@ for _methods in AsyncLM.__bases__:
         if isinstance(_method, FunctionType):  # Python's error messages name the public class
             _method.__qualname__ = f"AsyncLM.{_name}"
 
+
+def checked_model(llm: object) -> AsyncLM:
+    """Return a loaded model unchanged; reject other objects, such as a name or an engine."""
+    if not isinstance(llm, AsyncLM):
+        raise TypeError(
+            f"llm={llm!r:.80}; expected a loaded model, such as genlm.load_model('demo', 'hf')"
+        )
+    return llm
+
+
 load_model = AsyncLM.from_name
 
 load_model_by_name = load_model

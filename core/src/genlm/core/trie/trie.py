@@ -250,7 +250,7 @@ class TokenCharacterTrie(Navigation):
 
 def _items(vocabulary: Any) -> list[Any]:
     items = getattr(vocabulary, "byte_vocab", vocabulary)
-    if not isinstance(items, Iterable):
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
         raise VocabularyError(
             f"found {vocabulary!r}; a trie is built from tokens or bytes, or from an object "
             f"with byte_vocab"

@@ -137,6 +137,16 @@ def test_a_request_that_never_ends_is_a_failure_within_the_time_limit(
     outcome = run_check("rows-are-right", target)
     assert (outcome.status, outcome.expected) == ("failed", "every request to end")
     assert "did not end within 0.5 s" in outcome.found
+    assert "with the query_id of the query" in outcome.hint
+
+
+def test_an_oracle_without_a_log_probability_for_each_id_is_named(run_check: RunCheck) -> None:
+    outcome = run_check("rows-are-right", scripted_target(oracle=lambda *_: None))
+    assert outcome.found.endswith(
+        "oracle returned None; expected an array of log-probabilities"
+    )
+    outcome = run_check("rows-are-right", scripted_target(oracle=lambda *_: [0.0] * 3))
+    assert outcome.found == "shape (16,); by the oracle it is (3,)"
 
 
 def test_a_check_fails_if_its_interesting_case_never_occurred(run_check: RunCheck) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,7 +12,7 @@ import pytest
 from scripted_target import CertifiedEngine, scripted_target
 from typer.testing import CliRunner
 
-from genlm import Capability, ModelLoadError
+from genlm import Capability, ModelLoadError, find_backend
 from genlm.cli import app
 from genlm.testing import FULL, Outcome, all_checks
 
@@ -92,6 +94,16 @@ def test_a_listed_capability_that_no_engine_declares_does_not_certify(check, mon
     assert "is certified" in check().output
 
 
+def test_a_capability_that_does_not_exist_is_a_failure(check, monkeypatch):
+    info = find_backend("reference")
+    listed = dataclasses.replace(info, capabilities=("lora", "loras"))
+    monkeypatch.setattr("genlm.testing.run.find", lambda _name: listed)
+    result = check("--only", "capabilities-are-implemented")
+    assert result.exit_code == 1
+    assert "expected  values of `Capability` in BackendSpec.capabilities" in result.output
+    assert "found     ['loras']" in result.output
+
+
 def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):
     runs = []
 
@@ -129,6 +141,12 @@ def test_equal_causes_are_shown_once_and_rows_of_logits_are_recognised(check):
     assert likewise.count("[scripted]") == 2
     assert "return genlm.plugin.rows_from_logits(logits, self.vocabulary)" in result.output
     assert "3 failed" in result.output
+
+
+def test_causes_that_differ_in_the_addresses_of_objects_are_equal(check):
+    result = check(*FEW, build=type("Unfinished", (), {"__init__": lambda _engine: None}))
+    assert re.search(r"returned <.* at 0x[0-9a-f]+>, which is not an engine", result.output)
+    assert result.output.count("FAILED") == 1
 
 
 def test_different_causes_are_shown_apart_without_that_hint(check):
@@ -244,13 +262,13 @@ def test_a_model_that_cannot_be_loaded_is_one_error_and_no_failed_check():
 
 
 def test_the_list_has_every_check_with_its_law_and_runs_none(check):
-    result = check("--list", build=None)
+    result = check("--list", build=pytest.fail)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines == [f"{c.id}[scripted]: {c.property}" for c in all_checks("engine")]
 
 
 def test_the_list_can_be_json(check):
-    result = check("--list", "--json", build=None)
+    result = check("--list", "--json", build=pytest.fail)
     expected = {f"{c.id}[scripted]": c.property for c in all_checks("engine")}
     assert json.loads(result.output) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 
@@ -9,6 +10,7 @@ import pytest
 from scripted_target import CertifiedEngine, scripted_target
 
 from genlm import find_backend
+from genlm.plugin import BrokenPluginError
 from genlm.testing import Settings, TrieTarget, all_checks, cases_of, prepared
 from genlm.testing.run import find, select_cases, targets_of
 
@@ -54,8 +56,6 @@ def test_a_backend_is_found_by_its_name():
 
 
 def test_a_backend_without_a_target_says_what_to_do(tmp_path, monkeypatch):
-    import dataclasses
-
     info = dataclasses.replace(find_backend("reference"), conformance=None)
     with pytest.raises(LookupError, match="genlm check reference --model MODEL"):
         targets_of(info, tmp_path)
@@ -99,8 +99,38 @@ def test_a_target_may_be_one_several_or_made_by_a_function(tmp_path, monkeypatch
 @pytest.mark.parametrize("brought", [42, TrieTarget(model="numpy", build=len)])
 def test_something_else_is_no_target_of_an_engine(tmp_path, monkeypatch, brought):
     monkeypatch.setattr("genlm.testing.core_targets.reference_targets", [brought])
-    with pytest.raises(TypeError, match=r"gave .*; expected a target of an engine"):
+    with pytest.raises(BrokenPluginError, match=r"gave .*; expected a target of an engine"):
         targets_of(find_backend("reference"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("conformance", "reason"),
+    [
+        ("genlm.testing.core_targets:no_targets", "has no attribute 'no_targets'"),
+        ("genlm.testing.no_targets:targets", "No module named 'genlm.testing.no_targets'"),
+    ],
+)
+def test_a_target_that_cannot_be_imported_is_an_error_of_the_plugin(
+    tmp_path, conformance, reason
+):
+    info = dataclasses.replace(find_backend("reference"), conformance=conformance)
+    message = rf"genlm-core:reference is broken: importing '{conformance}' failed: .*{reason}"
+    with pytest.raises(BrokenPluginError, match=message):
+        targets_of(info, tmp_path)
+
+
+def test_the_engine_that_users_load_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlm.testing.core_targets.reference_targets", scripted_target())
+    monkeypatch.setattr("genlm.core.reference.engine.ReferenceEngine", None)
+    with pytest.raises(BrokenPluginError, match="ReferenceEngine' is not callable"):
+        targets_of(find_backend("reference"), tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"build": CertifiedEngine()}, {"oracle": [0.0]}])
+def test_the_engine_and_the_oracle_of_a_target_are_functions(changes):
+    [name] = changes
+    with pytest.raises(TypeError, match=f"{name}=.*; expected a function that returns"):
+        scripted_target(**changes)
 
 
 @pytest.mark.parametrize(

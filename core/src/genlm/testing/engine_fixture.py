@@ -39,7 +39,7 @@ def describe_difference(row: Any, expected: torch.Tensor, index: str = "id") -> 
     if not isinstance(row, torch.Tensor):
         return f"a {type(row).__name__}"
     if row.shape != expected.shape:
-        return f"shape {tuple(row.shape)} instead of {tuple(expected.shape)}"
+        return f"shape {tuple(row.shape)}; by the oracle it is {tuple(expected.shape)}"
     differences = entry_differences(row, expected)
     worst = int(differences.argmax())
     return (
@@ -53,7 +53,13 @@ def _oracle_row(
     oracle: Callable[[TokenTuple, str | None], Any], token_ids: TokenTuple, adapter: str | None
 ) -> torch.Tensor:
     """Compute an oracle's row, once for all checks and targets that use the oracle."""
-    return torch.as_tensor(oracle(token_ids, adapter)).detach().cpu().double()
+    row = oracle(token_ids, adapter)
+    try:
+        return torch.as_tensor(row).detach().cpu().double()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"the target's oracle returned {row!r:.80}; expected an array of log-probabilities"
+        ) from error
 
 
 class EngineFixture(Fixture):

@@ -106,10 +106,13 @@ class Report:
 
 
 def _group_by_cause(failures: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Group failures that differ in numbers only, because one bug fails many checks."""
+    """Group failures that differ in numbers only, because one bug fails many checks.
+
+    The addresses of objects are numbers, too.
+    """
     groups: dict[object, list[Outcome]] = {}
     for outcome in failures:
-        cause = re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", outcome.found)
+        cause = re.sub(r"0x[0-9a-f]+|[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", outcome.found)
         key = (outcome.status, outcome.expected, cause) if cause else outcome.id
         groups.setdefault(key, []).append(outcome)
     return list(groups.values())

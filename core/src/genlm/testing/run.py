@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 import tempfile
 import time
 import traceback
@@ -15,8 +15,8 @@ from typing import Any
 
 import hypothesis
 
-from genlm import BackendInfo, Capability, find_backend, get_backend, list_backends
-from genlm.plugin import describe_error
+from genlm import BackendInfo, Capability, find_backend, get_backend, get_trie, list_backends
+from genlm.plugin import BrokenPluginError, GenlmError, describe_error
 from genlm.testing.check import Check, CheckFailure, CheckTimeout, NotApplicable, Skipped
 from genlm.testing.checks import all_checks
 from genlm.testing.engine_fixture import EngineFixture
@@ -32,6 +32,11 @@ _MAX_NAMES = 3
 _SUM_FAILURE = "a row that is not a distribution: a sum of"
 _LOGITS_HINT = (
     "if the model gives logits, return genlm.plugin.rows_from_logits(logits, self.vocabulary)"
+)
+
+_TIMEOUT_HINT = (
+    "if the engine has a step of its own: it must return a Completion for each submitted "
+    "query, with the query_id of the query"
 )
 
 MODEL_TIMEOUT_S = 600.0
@@ -124,10 +129,10 @@ def prepared(settings: Settings) -> Iterator[Run]:
     """Find the backend, build its targets, and close their shared engine afterwards.
 
     Raises:
-        PluginError: The backend is not installed or cannot be used.
+        PluginError: The backend is not installed or cannot be used, or
+            `BackendSpec.conformance` does not name a target.
         LookupError: It has no target, or `only`, `models` or the file of expected failures has
             an unknown name.
-        TypeError: `BackendSpec.conformance` names something other than a target.
         ValueError: The profile or dtype is unknown, or the file of expected failures is
             malformed.
     """
@@ -226,7 +231,8 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
             "hint": error.diagnose(),
         }
     if isinstance(error, CheckTimeout):
-        return {"expected": "every request to end", "found": str(error)}
+        found = str(error)
+        return {"expected": "every request to end", "found": found, "hint": _TIMEOUT_HINT}
     notes = "\n".join(getattr(error, "__notes__", ()))
     report = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
     report.__notes__ = None  # shown before the traceback
@@ -282,16 +288,22 @@ def targets_of(
             f"(conformance='package.module:target'), or check it without an oracle: "
             f"genlm check {info.name} --model MODEL"
         )
-    module, _, attribute = info.conformance.partition(":")
-    conformance: Any = getattr(importlib.import_module(module), attribute)
+    # The targets may build another object than `BackendSpec.target`, which users load.
+    (get_trie if info.kind == "trie" else get_backend)(info.provider)
+    try:
+        conformance: Any = pkgutil.resolve_name(info.conformance)
+    except GenlmError:
+        raise
+    except Exception as error:
+        reason = f"importing {info.conformance!r} failed: {describe_error(error)}"
+        raise BrokenPluginError(info.provider, reason) from error
     if callable(conformance):
         conformance = conformance(folder)
     targets = list(conformance) if isinstance(conformance, Iterable) else [conformance]
     for target in targets:
         if not isinstance(target, (EngineTarget, TrieTarget)) or target.kind != info.kind:
-            raise TypeError(
-                f"{info.conformance} gave {target!r}; expected a target of an {info.kind}"
-            )
+            reason = f"{info.conformance} gave {target!r}; expected a target of an {info.kind}"
+            raise BrokenPluginError(info.provider, reason)
     return targets
 
 

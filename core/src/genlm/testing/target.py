@@ -59,6 +59,7 @@ class EngineTarget:
             options, or of another target, is built.
 
     Raises:
+        TypeError: `build` or `oracle` is not a function.
         ValueError: `dtype` has no cap, or `tolerance` is above it.
     """
 
@@ -79,6 +80,10 @@ class EngineTarget:
     kind: ClassVar[Kind] = "engine"
 
     def __post_init__(self) -> None:
+        if not callable(self.build):
+            raise TypeError(f"build={self.build!r}; expected a function that returns an engine")
+        if self.oracle is not None and not callable(self.oracle):
+            raise TypeError(f"oracle={self.oracle!r}; expected a function that returns a row")
         cap = TOLERANCE_CAPS.get(self.dtype)
         if cap is None:
             raise ValueError(

@@ -136,8 +136,8 @@ def checked_engine(engine: Engine) -> Engine:
     if missing:
         raise TypeError(
             f"the function that builds the engine returned {engine!r}, which is not an engine: "
-            f"it lacks "
-            f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
+            f"it lacks {', '.join(missing)}; derive engines from genlm.BatchEngine, and set "
+            f"their vocabulary"
         )
     if not isinstance(engine.vocabulary, Vocabulary):
         raise TypeError(

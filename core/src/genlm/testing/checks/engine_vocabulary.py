@@ -72,6 +72,8 @@ def capabilities_are_implemented(fixture: EngineFixture) -> None:
     unknown = [name for name in declared if not isinstance(name, Capability)]
     expect(not unknown, "a set of `Capability` values", unknown)
     if fixture.listed is not None:
+        misspelt = sorted(fixture.listed - set(Capability))
+        expect(not misspelt, "values of `Capability` in BackendSpec.capabilities", misspelt)
         expect(
             declared <= fixture.listed,
             "BackendSpec.capabilities to list what the engine declares",

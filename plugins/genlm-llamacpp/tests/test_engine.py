@@ -134,7 +134,20 @@ def test_options_out_of_range_are_refused(llama, options, message):
         llama.engine(**options)
 
 
-@pytest.mark.parametrize("name", ["n_ctx", "threads", "max_context"])
-def test_numbers_that_are_no_integers_are_refused(llama, name):
-    with pytest.raises(TypeError, match=f"{name}='3'; expected an integer, 1 or more"):
-        llama.engine(**{name: "3"})
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("n_ctx", "3", "n_ctx='3'; expected an integer, 1 or more"),
+        ("threads", "3", "threads='3'; expected an integer, 1 or more"),
+        ("max_context", "3", "max_context='3'; expected an integer, 1 or more"),
+        ("n_batch", None, "n_batch=None; expected an integer, 1 or more"),
+        ("main_gpu", "3", "main_gpu='3'; expected an integer, -1 or more"),
+        ("n_gpu_layers", None, "n_gpu_layers=None; expected an integer, -1 or more"),
+        ("tensor_split", 1, "tensor_split=1; expected a list of numbers"),
+        ("tensor_split", "3", "tensor_split='3'; expected a list of numbers"),
+        ("offload_kqv", "no", "offload_kqv='no'; expected True or False"),
+    ],
+)
+def test_options_of_other_types_are_refused(option, value, message):
+    with pytest.raises(TypeError, match=message):
+        genlm.load_model("demo", "llamacpp", **{option: value})

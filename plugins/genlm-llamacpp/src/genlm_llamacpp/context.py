@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,24 @@ class ContextOptions:
     n_gpu_layers: int
     split_mode: str
     main_gpu: int
-    tensor_split: tuple[float, ...]
+    tensor_split: Sequence[float]
     check_tensors: bool
     max_context: int | None
 
     def __post_init__(self) -> None:
-        counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
-        for name in (*counts, "n_ctx", "max_context"):
-            value = getattr(self, name)
-            if value is not None and checked_integer(name, value, 1) > _LARGEST.get(
-                name, value
-            ):
+        counts = ["n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch"]
+        counts += [name for name in ("n_ctx", "max_context") if getattr(self, name) is not None]
+        for name in counts:
+            value = checked_integer(name, getattr(self, name), 1)
+            if value > _LARGEST.get(name, value):
                 raise ValueError(f"{name}={value}; llama.cpp has at most {_LARGEST[name]}")
+        for name in ("n_gpu_layers", "main_gpu"):
+            checked_integer(name, getattr(self, name), -1)
+        shares: object = self.tensor_split
+        if not isinstance(shares, Sequence) or not all(
+            isinstance(s, (int, float)) for s in shares
+        ):
+            raise TypeError(f"tensor_split={shares!r}; expected a list of numbers, one per GPU")
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
             if value is not None and value not in CACHE_TYPES:

@@ -80,7 +80,7 @@ class LlamaCppEngine(BatchEngine):
             parameters.
         VocabularyError: The bytes of a token are unknown.
         ValueError: An option is out of its range.
-        TypeError: A number is not an integer.
+        TypeError: An option is of another type.
     """
 
     backend = "llamacpp"
@@ -128,7 +128,7 @@ class LlamaCppEngine(BatchEngine):
             n_gpu_layers=n_gpu_layers,
             split_mode=split_mode,
             main_gpu=main_gpu,
-            tensor_split=tuple(tensor_split),
+            tensor_split=tensor_split,
             check_tensors=check_tensors,
             max_context=max_context,
         )

@@ -246,6 +246,14 @@ def test_options_that_make_no_sense_are_refused(
     assert problem in refusal(folder, ValueError, **options)
 
 
+def test_an_option_of_bitsandbytes_that_transformers_would_ignore_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(genlm_hf.loading.importlib.util, "find_spec", lambda name: True)
+    message = refusal(folder, ValueError, bitsandbytes_opts={"load_in_4bits": True})
+    assert message.startswith("bitsandbytes_opts has load_in_4bits; BitsAndBytesConfig takes ")
+
+
 @pytest.mark.parametrize("name", ["hf_opts", "bitsandbytes_opts"])
 def test_options_that_are_no_mapping_are_refused(folder: Path, name: str) -> None:
     assert f"{name}='4bit'; expected a mapping" in refusal(folder, TypeError, **{name: "4bit"})

@@ -182,7 +182,14 @@ def _quantisation_arguments(
     )
     import transformers
 
-    settings = {"quantization_config": transformers.BitsAndBytesConfig(**options)}
+    config = transformers.BitsAndBytesConfig(**options)
+    known = config.to_dict().keys()
+    if unknown := sorted(options.keys() - known):  # transformers ignores them
+        raise ValueError(
+            f"bitsandbytes_opts has {', '.join(unknown)}; BitsAndBytesConfig takes "
+            f"{', '.join(sorted(known))}"
+        )
+    settings = {"quantization_config": config}
     return settings if device is None else {**settings, "device_map": {"": device}}
 
 

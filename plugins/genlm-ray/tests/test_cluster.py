@@ -451,6 +451,10 @@ def test_options_that_are_no_mapping_are_refused(monkeypatch):
         ReplicaSpec("reference", "demo", engine_opts="x")
     with pytest.raises(TypeError, match=r"^replicas='2'; expected an integer"):
         ReplicaSpec("reference", "demo", replicas="2")
+    for place_timeout_s in ("9", -1):
+        message = f"^place_timeout_s={place_timeout_s!r}: expected a time in seconds, 0 or"
+        with pytest.raises(ValueError, match=message):
+            ReplicaSpec("reference", "demo", place_timeout_s=place_timeout_s)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     with pytest.raises(TypeError, match=r"^ray_opts='x'; expected a mapping"):
         cluster.connect(None, "x", default="local")

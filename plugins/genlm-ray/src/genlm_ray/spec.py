@@ -106,8 +106,8 @@ class ReplicaSpec:
     Raises:
         TypeError: The model is an object, which cannot be sent, `engine_opts` is not a mapping,
             or `replicas` is not an integer.
-        ValueError: `replicas` is less than 1, or a timeout other than `place_timeout_s` is not
-            finite and above 0.
+        ValueError: `replicas` is less than 1, `place_timeout_s` is less than 0, or another
+            timeout is not finite and above 0.
         PluginError: The backend is not installed.
     """
 
@@ -137,5 +137,10 @@ class ReplicaSpec:
             step_timeout_s=self.step_timeout_s,
             load_timeout_s=self.load_timeout_s,
         )
+        wait_s = self.place_timeout_s
+        if not (isinstance(wait_s, (int, float)) and wait_s >= 0):
+            raise ValueError(
+                f"place_timeout_s={wait_s!r}: expected a time in seconds, 0 or more"
+            )
         if find_backend(self.engine).name == "ray":
             raise ModelLoadError("engine='ray' has no replicas; name the engine to replicate")

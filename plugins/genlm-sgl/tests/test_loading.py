@@ -128,6 +128,14 @@ def test_options_that_are_no_mapping_are_refused(tiny: Any, wrong: Any) -> None:
         SGLEngine(tiny.path, engine_opts=wrong)
 
 
+@pytest.mark.parametrize(("wrong", "error"), [("1", TypeError), (-1, ValueError)])
+def test_the_index_of_a_gpu_is_an_integer(tiny: Any, wrong: Any, error: Any) -> None:
+    from genlm_sgl.engine import SGLEngine
+
+    with pytest.raises(error, match=rf"^gpu_id={wrong!r}; .* 0 or more"):
+        SGLEngine(tiny.path, gpu_id=wrong)
+
+
 def test_a_model_whose_state_is_not_a_slot_for_each_token_is_refused(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from genlm.plugin import (
     TokenScores,
     TokenSequence,
     Vocabulary,
+    checked_integer,
     claim_process,
     describe_error,
     loading_stage,
@@ -85,8 +86,9 @@ class SGLEngine(PrefixEngine):
             `unverified="refuse"`, or another engine is open.
         MissingRequirementError: The installed version of SGLang is not supported.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        TypeError: SGLang does not have an option.
-        ValueError: An option is set by the engine, or requires other processes.
+        TypeError: SGLang does not have an option, or `gpu_id` is not an integer.
+        ValueError: An option is set by the engine, or requires other processes, or `gpu_id` is
+            negative.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -112,6 +114,7 @@ class SGLEngine(PrefixEngine):
         unverified: str = "warn",
     ) -> None:
         requested = options_mapping("engine_opts", engine_opts)
+        checked_integer("gpu_id", gpu_id, 0)
         self._version = installed_version()
         check_version(self._version)
         self.closed = False

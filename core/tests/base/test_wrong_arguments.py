@@ -380,3 +380,20 @@ def test_of_logits() -> None:
     vocabulary = genlm.Vocabulary(None, [genlm.Token(0, b"a")], ["a"])
     with pytest.raises(ValueError, match=r"logits of shape \(1,\); expected rows"):
         genlm.rows_from_logits(torch.zeros(1), vocabulary)
+    with pytest.raises(TypeError, match=r"logits is ndarray; expected a torch\.Tensor"):
+        genlm.rows_from_logits(np.zeros((1, 1)), vocabulary)  # type: ignore[arg-type]
+
+
+def test_of_strings_of_tokens() -> None:
+    with pytest.raises(genlm.VocabularyError, match="1 tokens and str_vocab 0 strings"):
+        genlm.Vocabulary(None, [genlm.Token(0, b"a")], None)  # type: ignore[arg-type]
+
+
+def test_of_statistics() -> None:
+    engine = ScriptedEngine()
+    engine.statistics = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    llm = AsyncLM(lambda: engine)
+    with pytest.raises(TypeError, match="statistics returned NoneType; expected a mapping"):
+        llm.statistics()
+    engine.statistics = dict  # type: ignore[assignment, method-assign]
+    llm.close()

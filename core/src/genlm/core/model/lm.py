@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import FunctionType
 from typing import Any, Self, cast, overload
@@ -389,6 +389,11 @@ class AsyncLM(
     def statistics(self) -> Statistics:
         """Return counters of requests and results since the model was loaded."""
         engine = self._scheduler.engine_statistics()
+        if not isinstance(engine, Mapping):
+            raise TypeError(
+                f"the engine's statistics returned {type(engine).__name__}; expected a "
+                f"mapping, which is empty if nothing is counted"
+            )
         return Statistics(
             **asdict(self._scheduler.statistics()),
             **self._requests.counters.snapshot(),

@@ -55,8 +55,11 @@ def rows_from_logits(
         `logits`, with `logsumexp` 0 in every row. The result never aliases `logits`.
 
     Raises:
-        ValueError: `logits` is not a matrix of numbers.
+        TypeError: `logits` is not a tensor.
+        ValueError: `logits` is not a matrix.
     """
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits is {type(logits).__name__}; expected a torch.Tensor")
     if logits.ndim != 2:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)}; expected rows, shape (n, width)"

@@ -51,10 +51,11 @@ class Vocabulary:
     missing_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.str_vocab) != len(self.byte_vocab):
+        count = len(self.str_vocab or ())
+        if count != len(self.byte_vocab):
             raise VocabularyError(
-                f"byte_vocab has {len(self.byte_vocab)} tokens and str_vocab "
-                f"{len(self.str_vocab)} strings; expected one string for each token"
+                f"byte_vocab has {len(self.byte_vocab)} tokens and str_vocab {count} strings; "
+                f"expected one string for each token"
             )
         for index, token in enumerate(self.byte_vocab):
             if not isinstance(token, Token) or token.token_id != index:

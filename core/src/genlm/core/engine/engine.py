@@ -161,12 +161,14 @@ def checked_completions(completions: Any) -> list[Completion]:
     Raises:
         EvaluationError: The step did not return an iterable of `Completion` objects.
     """
-    found = type(completions).__name__
+    types: set[type] = set()
     if isinstance(completions, Iterable):
         step_completions = list(completions)
         types = {*map(type, step_completions)}
-        if all(issubclass(kind, Completion) for kind in types):
+        if types <= {Completion}:
             return step_completions
+    found = type(completions).__name__
+    if types:
         found += f" of {', '.join(sorted(kind.__name__ for kind in types))}"
     raise EvaluationError(
         f"the engine's step returned {found}; expected a list of genlm.Completion objects, "

@@ -165,7 +165,7 @@ def checked_completions(completions: Any) -> list[Completion]:
     if isinstance(completions, Iterable):
         step_completions = list(completions)
         types = {*map(type, step_completions)}
-        if types <= {Completion}:
+        if all(issubclass(kind, Completion) for kind in types):
             return step_completions
     found = type(completions).__name__
     if types:

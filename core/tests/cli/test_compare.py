@@ -294,7 +294,7 @@ def test_a_line_that_is_no_array_of_token_ids_is_named(tmp_path: Path) -> None:
 
 def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
     assert limits_of(None) == {}
-    assert limits_of(ModelFacts("Llama", max_positions=4096)) == {}
+    assert limits_of(ModelFacts("Llama")) == {}
     facts = ModelFacts(
         "M",
         sliding_windows=(16,),
@@ -303,7 +303,7 @@ def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
         original_positions=32,
     )
     assert [*limits_of(facts).values()] == [16, 8, 32]
-    dynamic = ModelFacts("M", rope_types=("dynamic",), max_positions=2048)
+    dynamic = ModelFacts("M", rope_types=("dynamic",), original_positions=2048)
     assert limits_of(dynamic) == {"original context of 2048": 2048}
 
 

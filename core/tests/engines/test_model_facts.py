@@ -28,7 +28,7 @@ def test_a_plain_llama_has_no_mechanism() -> None:
     facts = ModelFacts.of(LLAMA)
     assert facts.key == "LlamaForCausalLM"
     assert facts.mechanisms == ()
-    assert (facts.max_positions, facts.original_positions) == (8192, None)
+    assert facts.original_positions is None
     assert not facts.rope_by_longest
 
 
@@ -38,7 +38,8 @@ def test_a_plain_llama_has_no_mechanism() -> None:
         ({"rope_scaling": None}, (), False, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, (), False, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("linear",), False, None),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic",), True, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic",), True, 8192),
+        ({"rope_scaling": {"type": "longrope"}}, ("longrope",), True, 8192),
         (
             {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}},
             ("yarn",),

@@ -203,8 +203,6 @@ def limits_of(facts: ModelFacts | None) -> dict[str, int]:
         limits[f"chunk of {facts.attention_chunk_size}"] = facts.attention_chunk_size
     if facts.rope_types and facts.original_positions is not None:
         limits[f"original context of {facts.original_positions}"] = facts.original_positions
-    elif facts.rope_by_longest and facts.max_positions is not None:
-        limits[f"original context of {facts.max_positions}"] = facts.max_positions
     return limits
 
 

@@ -7,7 +7,6 @@ config.json otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -61,17 +60,13 @@ class ModelFacts:
 
     Attributes:
         architecture: Name of the model's class, else its `model_type`.
-        mechanisms: Mechanisms beyond plain attention, feed-forward layers and positions.
+        mechanisms: Mechanisms beyond plain attention, feed-forward layers and positions, such
+            as `"recurrent"` for layers with a recurrent or convolutional state.
         rope_types: Kinds of scaled rotary embeddings, of all layers; empty for plain ones.
         sliding_windows: Sizes of the attention windows that are smaller than the context.
         attention_chunk_size: Number of tokens of a chunk, outside of which they do not attend.
-        alibi: Whether positions are biases of attention scores.
-        attention_softcap: Bound of attention scores.
-        attention_sinks: Whether attention has a learned sink.
-        recurrent: Whether a layer has a recurrent or convolutional state.
-        sparse_attention: Whether each token attends only to selected tokens.
-        max_positions: Number of positions in the config; None for no limit.
-        original_positions: Number of positions before rotary embeddings were scaled.
+        original_positions: Number of positions before rotary embeddings were scaled. If
+            `rope_by_longest`, frequencies are equal for all lengths up to it.
         bidirectional: Reason why tokens attend to later ones, such as `"is_decoder=False"`;
             empty for causal attention.
     """
@@ -81,12 +76,6 @@ class ModelFacts:
     rope_types: tuple[str, ...] = ()
     sliding_windows: tuple[int, ...] = ()
     attention_chunk_size: int | None = None
-    alibi: bool = False
-    attention_softcap: float | None = None
-    attention_sinks: bool = False
-    recurrent: bool = False
-    sparse_attention: bool = False
-    max_positions: int | None = None
     original_positions: int | None = None
     bidirectional: str = ""
 
@@ -106,41 +95,34 @@ class ModelFacts:
         text = text if isinstance(text, Mapping) else config
         model_type = str(text.get("model_type") or config.get("model_type") or "")
         architectures = config.get("architectures") or text.get("architectures") or [model_type]
-        layer_types = _layer_types(text)
+        layer_types, rope_types = _layer_types(text), _rope_types(text)
         alibi = _alibi(text, model_type)
         positions = None if alibi else _integer(text, *_POSITIONS)
-        facts = cls(
+        windows = _sliding_windows(text, layer_types, positions)
+        chunk_size = _chunk_size(text, layer_types)
+        enabled = {
+            "alibi": alibi,
+            "attention_sinks": model_type in _SINK_TYPES,
+            "attention_softcap": text.get("attn_logit_softcapping") is not None,
+            "chunked_attention": chunk_size is not None,
+            "experts": _integer(text, *_EXPERTS) is not None,
+            "latent_attention": text.get("kv_lora_rank") is not None,
+            "logit_softcap": text.get("final_logit_softcapping") is not None,
+            "recurrent": _is_recurrent(text, layer_types),
+            "sliding_window": bool(windows),
+            "sparse_attention": text.get("index_topk") is not None,
+        }
+        enabled |= {f"{kind}_rope": True for kind in rope_types}
+        enabled |= {name: text.get(name) is True for name in _STRUCTURES}
+        return cls(
             architecture=str(architectures[0]),
-            rope_types=_rope_types(text),
-            sliding_windows=_sliding_windows(text, layer_types, positions),
-            attention_chunk_size=_chunk_size(text, layer_types),
-            alibi=alibi,
-            attention_softcap=text.get("attn_logit_softcapping"),
-            attention_sinks=model_type in _SINK_TYPES,
-            recurrent=_is_recurrent(text, layer_types),
-            sparse_attention=text.get("index_topk") is not None,
-            max_positions=positions,
-            original_positions=_original_positions(text),
+            mechanisms=tuple(name for name, is_enabled in enabled.items() if is_enabled),
+            rope_types=rope_types,
+            sliding_windows=windows,
+            attention_chunk_size=chunk_size,
+            original_positions=_original_positions(text, rope_types, positions),
             bidirectional=_bidirectional(text, model_type),
         )
-        return dataclasses.replace(facts, mechanisms=(*facts._mechanisms(text),))
-
-    def _mechanisms(self, config: Mapping[str, Any]) -> Iterator[str]:
-        enabled = {
-            "alibi": self.alibi,
-            "attention_sinks": self.attention_sinks,
-            "attention_softcap": self.attention_softcap is not None,
-            "chunked_attention": self.attention_chunk_size is not None,
-            "experts": _integer(config, *_EXPERTS) is not None,
-            "latent_attention": config.get("kv_lora_rank") is not None,
-            "logit_softcap": config.get("final_logit_softcapping") is not None,
-            "recurrent": self.recurrent,
-            "sliding_window": bool(self.sliding_windows),
-            "sparse_attention": self.sparse_attention,
-        }
-        yield from (name for name, is_enabled in enabled.items() if is_enabled)
-        yield from (f"{kind}_rope" for kind in self.rope_types)
-        yield from (name for name in _STRUCTURES if config.get(name) is True)
 
     @property
     def key(self) -> str:
@@ -278,7 +260,12 @@ def _is_recurrent(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bo
     return bool({*layer_types} - attending - {"hybrid"})
 
 
-def _original_positions(config: Mapping[str, Any]) -> int | None:
+def _original_positions(
+    config: Mapping[str, Any], rope_types: tuple[str, ...], positions: int | None
+) -> int | None:
+    if any("dynamic" in kind for kind in rope_types):
+        return positions
     name = "original_max_position_embeddings"
-    positions = [_integer(settings, name) for settings in rope_settings(config)]
-    return next((count for count in positions if count is not None), _integer(config, name))
+    default = positions if "longrope" in rope_types else None
+    original = [*(_integer(settings, name) for settings in rope_settings(config))]
+    return next(filter(None, [*original, _integer(config, name)]), default)

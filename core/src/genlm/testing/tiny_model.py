@@ -172,7 +172,7 @@ class TinyModel:
         logits: torch.Tensor = outputs.logits[0, :, : self.vocab_size]
         # Otherwise, the row of a prefix differs in a longer sequence: rotary frequencies depend
         # on the length, and so does the choice between tokens of equal scores.
-        if not facts.rope_by_longest and not facts.sparse_attention:
+        if not facts.rope_by_longest and "sparse_attention" not in facts.mechanisms:
             self._last_pass[adapter] = sequence, logits
         return logits
 

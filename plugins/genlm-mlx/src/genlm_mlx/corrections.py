@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from genlm.plugin import ModelLoadError, rope_settings
+from genlm.plugin import ModelFacts, ModelLoadError, rope_settings
 from genlm_mlx.layers import ACTIVATIONS, TANH_GELUS, can_correct_activation, correct_layers
-from genlm_mlx.rotary import correct_rotary, unscaled_length
+from genlm_mlx.rotary import correct_rotary
 from genlm_mlx.windows import cache_windows, correct_windows
 
 # Settings that change the rows of the same weights.
@@ -130,16 +130,16 @@ def _wrong_experts(model: Any, config: Any) -> str | None:
 
 def _wrong_rope(config: Any, max_context: int | None) -> str | None:
     """Return why rows differ if rotary frequencies depend on the length of the context."""
-    for settings in rope_settings(config):
-        if "short_mscale" in settings:
-            return "its rotary embeddings are not scaled by short_mscale in short contexts"
-        longest = unscaled_length(config, settings)
-        if longest is not None and (max_context is None or longest < max_context):
-            return (
-                f"beyond {longest} tokens its rotary embeddings depend on the length of the "
-                f"context. Rows of up to {longest} tokens would be right: max_context={longest}"
-            )
-    return None
+    if any("short_mscale" in settings for settings in rope_settings(config)):
+        return "its rotary embeddings are not scaled by short_mscale in short contexts"
+    facts = ModelFacts.of(config)
+    longest = facts.original_positions if facts.rope_by_longest else None
+    if longest is None or (max_context is not None and max_context <= longest):
+        return None
+    return (
+        f"beyond {longest} tokens its rotary embeddings depend on the length of the context. "
+        f"Rows of up to {longest} tokens would be right: max_context={longest}"
+    )
 
 
 def _wrong_indexer(config: Any, max_context: int | None) -> str | None:

@@ -20,6 +20,8 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from genlm.plugin import ModelFacts
+
 _ROPE_CLASSES: tuple[type[Module], ...] = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 if hasattr(rope_utils, "DynamicNTKScalingRoPE"):  # since mlx-lm 0.32
     _ROPE_CLASSES += (rope_utils.DynamicNTKScalingRoPE,)
@@ -67,6 +69,7 @@ def correct_rotary(model: Any, config: Any) -> None:
         config: transformers' config of its language model.
     """
     replacements: list[tuple[str, Module]] = []
+    by_longest = ModelFacts.of(config).rope_by_longest
     for path, module in model.named_modules():
         layer_type = _layer_type(config, path)
         parameters = _parameters(config, layer_type)
@@ -76,27 +79,12 @@ def correct_rotary(model: Any, config: Any) -> None:
             continue
         dims = module.dim if isinstance(module, SuScaledRoPE) else module.dims
         frequencies, factor = _published_frequencies(config, layer_type, dims)
-        if unscaled_length(config, parameters) is None and _has_frequencies(
-            module, frequencies, factor
-        ):
+        if not by_longest and _has_frequencies(module, frequencies, factor):
             continue
         traditional = bool(getattr(module, "traditional", False))
         rope = PublishedRoPE(frequencies, factor, traditional=traditional)
         replacements.append((path, rope))
     model.update_modules(tree_unflatten(replacements))
-
-
-def unscaled_length(config: Any, parameters: Mapping[str, Any]) -> int | None:
-    """Return the maximum length with the frequencies of short contexts; None for no limit.
-
-    Args:
-        config: transformers' config of a language model.
-        parameters: Its rotary settings, or those of a kind of layer.
-    """
-    kind = parameters.get("rope_type", "default")
-    if kind == "longrope":
-        return int(parameters["original_max_position_embeddings"])
-    return int(config.max_position_embeddings) if kind == "dynamic" else None
 
 
 def _has_frequencies(module: Any, expected: np.ndarray[Any, Any], factor: float) -> bool:

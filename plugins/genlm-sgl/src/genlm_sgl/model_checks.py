@@ -29,8 +29,14 @@ _APPROXIMATIONS = {
 }
 """Transformers' names of GELU activations, and their approximations in torch."""
 
-_LONGROPE = {"longrope", "su"}
-"""Names of LongRoPE in configs; the first Phi-3 models use `su`."""
+_NOT_IN_FALLBACK = {
+    "recurrent": "recurrent state",
+    "chunked_attention": "chunks of attention",
+    "attention_sinks": "attention sinks",
+    "alibi": "position biases",
+    "sparse_attention": "sparse attention",
+}
+"""Mechanisms that transformers' models do not have in SGLang."""
 
 _OTHER_TOWERS = re.compile("vision|visual|audio")
 """Pattern in the names of modules outside the text model."""
@@ -128,15 +134,11 @@ def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
 
 
 def _check_fallback(built: BuiltModel) -> str | None:
-    facts, chunk = built.facts, built.facts.attention_chunk_size
-    omitted = {
-        "recurrent state": facts.recurrent,
-        "chunks of attention": chunk is not None and chunk < built.max_context,
-        "attention sinks": facts.attention_sinks,
-        "position biases": facts.alibi,
-        "sparse attention": facts.sparse_attention,
-    }
-    names = [name for name, used in omitted.items() if used]
+    facts = built.facts
+    omitted = set(facts.mechanisms)
+    if (facts.attention_chunk_size or 0) >= built.max_context:
+        omitted.discard("chunked_attention")
+    names = [name for mechanism, name in _NOT_IN_FALLBACK.items() if mechanism in omitted]
     if not built.is_fallback or not names:
         return None
     return (
@@ -147,7 +149,7 @@ def _check_fallback(built: BuiltModel) -> str | None:
 
 def _check_softcap(built: BuiltModel) -> str | None:
     capped = any(layer.logit_cap > 0 for layer in _attention_layers(built.module))
-    if not capped and built.facts.attention_softcap is None:
+    if not capped and "attention_softcap" not in built.facts.mechanisms:
         return None
     if capped and _TORCH_NATIVE not in built.backends:
         return None
@@ -182,30 +184,29 @@ def _check_windows(built: BuiltModel) -> str | None:
 
 
 def _check_rope(built: BuiltModel) -> str | None:
-    for settings in rope_settings(built.config):
-        dynamic = _is_dynamic(settings)
-        if dynamic or _rope_kind(settings) in _LONGROPE:
-            facts = built.facts
-            limit = facts.max_positions if dynamic else facts.original_positions
-            if dynamic or limit is None or built.max_context > limit:
-                return (
-                    f"scales the {_rope_kind(settings)} rotary embeddings of "
-                    f"{facts.architecture} by lengths other than that of the sequence; rows "
-                    f"would be wrong. Pass engine_opts={{'context_length': {limit}}}, up to "
-                    f"which embeddings are not scaled"
-                )
+    facts = built.facts
+    is_dynamic = any(map(_is_dynamic, rope_settings(built.config)))
+    if is_dynamic or "longrope" in facts.rope_types:
+        limit = facts.original_positions
+        if is_dynamic or limit is None or built.max_context > limit:
+            return (
+                f"scales the {_join_sorted(facts.rope_types)} rotary embeddings of "
+                f"{facts.architecture} by lengths other than that of the sequence; rows "
+                f"would be wrong. Pass engine_opts={{'context_length': {limit}}}, up to "
+                f"which embeddings are not scaled"
+            )
     expected = _rope_bases(built.config)
     modules = _rotary_modules(built.module)
     kinds = {type(module).__name__ for module in modules}
-    if kinds == {"RotaryEmbedding"} and built.facts.rope_types:
+    if kinds == {"RotaryEmbedding"} and facts.rope_types:
         return (
-            f"ignores the {_join_sorted(built.facts.rope_types)} scaling of the rotary "
-            f"embeddings of {built.facts.architecture}: rows would be wrong"
+            f"ignores the {_join_sorted(facts.rope_types)} scaling of the rotary "
+            f"embeddings of {facts.architecture}: rows would be wrong"
         )
     bases = {float(module.base) for module in modules}
     if bases and not expected <= bases:
         return (
-            f"computes the rotary embeddings of {built.facts.architecture} with base "
+            f"computes the rotary embeddings of {facts.architecture} with base "
             f"{_join_sorted(bases)}, where the config has {_join_sorted(expected)}: rows would "
             f"be wrong"
         )
@@ -331,11 +332,8 @@ def _activation(config: Any) -> str:
 
 def _is_dynamic(settings: Mapping[str, Any]) -> bool:
     # With `alpha`, the scale is constant.
-    return _rope_kind(settings) == "dynamic" and "alpha" not in settings
-
-
-def _rope_kind(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("rope_type") or settings.get("type") or "default")
+    kind = settings.get("rope_type") or settings.get("type")
+    return kind == "dynamic" and "alpha" not in settings
 
 
 def _rope_bases(config: Any) -> set[float]:

@@ -55,9 +55,7 @@ def _max_length_argument(
     """Limit contexts if rotary frequencies depend on their length, which vLLM ignores."""
     if not facts.rope_by_longest:
         return {}
-    dynamic = any("dynamic" in kind for kind in facts.rope_types)
-    limit = facts.max_positions if dynamic else facts.original_positions
-    limit = limit or facts.max_positions
+    limit = facts.original_positions
     if limit is None or config.model_config.max_model_len <= limit:
         return {}
     if engine_opts.get("max_model_len") in _AUTOMATIC:
@@ -81,7 +79,7 @@ def _prefix_cache_argument(
     from vllm.platforms import current_platform
 
     caches = config.cache_config.enable_prefix_caching
-    if not (caches and facts.recurrent and current_platform.is_cpu()):
+    if not (caches and "recurrent" in facts.mechanisms and current_platform.is_cpu()):
         return {}
     if engine_opts.get("enable_prefix_caching"):
         raise ModelLoadError(

@@ -18,6 +18,7 @@ from genlm_sgl.loading import (
     checked_options,
     cpu_running_requests,
     cpu_token_capacity,
+    read_text_config,
     runs_on_cpu,
 )
 from genlm_sgl.versions import check_version
@@ -172,7 +173,7 @@ def test_the_kv_cache_on_a_cpu_takes_a_quarter_of_the_free_memory(
     token_bytes = bytes_per_token(tiny)
     for free_tokens, expected in ((8_000, 2_000), (2**30, 2**17), (2**12, 2**10)):
         measuring(monkeypatch, free_tokens * token_bytes)
-        assert cpu_token_capacity(str(tiny.path), {}) == expected
+        assert cpu_token_capacity(read_text_config(str(tiny.path), {}), {}) == expected
     measuring(monkeypatch, 8_000 * token_bytes)
     assert build(max_total_tokens=None).statistics()["kv_token_capacity"] == 2_000
 
@@ -191,11 +192,12 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(
 def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
     build: Any, tiny: Any, tmp_path: Any
 ) -> None:
-    path = str(tiny.path)
-    assert cpu_running_requests(path, {}) == 1024  # 512 positions, 320 ids
-    assert cpu_running_requests(path, {"context_length": 2**15}) == 512
-    assert cpu_running_requests(path, {"context_length": 2**20}) == 64
-    assert cpu_running_requests(str(tmp_path), {}) == 64  # no config; SGLang raises the error
+    config = read_text_config(str(tiny.path), {})
+    assert cpu_running_requests(config, {}) == 1024  # 512 positions, 320 ids
+    assert cpu_running_requests(config, {"context_length": 2**15}) == 512
+    assert cpu_running_requests(config, {"context_length": 2**20}) == 64
+    assert read_text_config(str(tmp_path), {}) is None  # SGLang raises the error
+    assert cpu_running_requests(None, {}) == 64
     engine = build()
     assert engine._served.max_rows == 1024
     engine.close()

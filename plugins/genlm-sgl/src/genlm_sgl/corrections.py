@@ -18,11 +18,10 @@ from genlm.plugin import (
     describe_error,
 )
 from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
-from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_overrides
+from genlm_sgl.loading import MODEL_OVERRIDES
+from genlm_sgl.model_checks import check_model, correct_model, rope_overrides
 from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import installed_version
-
-_OVERRIDES = "json_model_override_args"
 
 _POST_BIAS_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of operations on logits that follow the output bias."""
@@ -32,7 +31,7 @@ class ModelCorrections:
     """Corrections of a model before, during and after loading.
 
     Args:
-        source: Folder or hub id.
+        config: The result of `read_text_config`.
         options: Arguments of `ServerArgs`.
 
     Attributes:
@@ -40,20 +39,18 @@ class ModelCorrections:
         names: Descriptions of the corrected differences.
     """
 
-    def __init__(self, source: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, config: Any | None, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         self.names: list[str] = []
-        overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
-        self._config = _text_config(source, options, overrides)
+        self._config = config
         self._biases = CheckpointBiases()
-        if self._config is None:
-            return
-        plain = rope_overrides(self._config, options.get("context_length"))
+        plain = rope_overrides(config, options.get("context_length"))
         for name, value in plain.items():
-            setattr(self._config, name, value)
+            setattr(config, name, value)
         if plain:
-            self.options[_OVERRIDES] = json.dumps(overrides | plain)
+            overrides = json.loads(options.get(MODEL_OVERRIDES) or "{}")
+            self.options[MODEL_OVERRIDES] = json.dumps(overrides | plain)
             self.names.append("rotary embeddings")
 
     def on_load_weights(
@@ -64,12 +61,11 @@ class ModelCorrections:
             self.names += correct_model(module, self._config, self._backend)
         return self._biases.record(weights)
 
-    def check_loaded(self, served: ServedModel, max_context: int, *, unverified: str) -> None:
+    def check_loaded(self, served: ServedModel, *, unverified: str) -> None:
         """Refuse a loaded model whose rows would be wrong; warn of an unverified family.
 
         Args:
             served: The loaded model; receives the output bias that SGLang omits.
-            max_context: Maximum number of tokens of a prompt.
             unverified: Whether to `"warn"` of or to `"refuse"` an unverified family.
 
         Raises:
@@ -79,19 +75,11 @@ class ModelCorrections:
         Warns:
             UnverifiedModelWarning: The family is unverified.
         """
-        config = served.text_config if self._config is None else self._config
-        facts = ModelFacts.of(config)
-        check_model(
-            BuiltModel(
-                served.model,
-                config,
-                facts,
-                served.attention_backends,
-                max_context,
-                served.is_fallback,
-            )
-        )
-        self._check_biases(served, config, facts)
+        if self._config is None:
+            self._config = served.text_config
+        facts = ModelFacts.of(self._config)
+        check_model(served, self._config, facts)
+        self._check_biases(served, facts)
         if served.is_fallback:
             name = f"{facts.architecture} by SGLang's {type(served.model).__name__}"
             facts = dataclasses.replace(facts, architecture=name)
@@ -112,20 +100,19 @@ class ModelCorrections:
         """
         served.require_loadable()
         self._biases = CheckpointBiases()
-        config = served.text_config if self._config is None else self._config
         try:
             served.load_weights(self._biases.record(weights.items()))
             served.output_bias = None
-            self._check_biases(served, config, ModelFacts.of(config))
+            self._check_biases(served, ModelFacts.of(self._config))
         except ValueError as error:
             raise EvaluationError(describe_error(error)) from error
 
-    def _check_biases(self, served: ServedModel, config: Any, facts: ModelFacts) -> None:
-        layers = getattr(config, "num_hidden_layers", None)
+    def _check_biases(self, served: ServedModel, facts: ModelFacts) -> None:
+        layers = getattr(self._config, "num_hidden_layers", None)
         missing = self._biases.missing(served.model, layers=layers or 2**31, dtype=served.dtype)
         bias = self._biases.output_bias
         if bias is not None:
-            if any(getattr(config, name, None) for name in _POST_BIAS_SETTINGS):
+            if any(getattr(self._config, name, None) for name in _POST_BIAS_SETTINGS):
                 missing.append(OUTPUT_BIAS)
             served.output_bias = bias.to(served.device)
             self.names.append("output bias")
@@ -136,36 +123,3 @@ class ModelCorrections:
                 f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Rows would be "
                 f"wrong"
             )
-
-
-def _text_config(
-    source: str, options: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> Any | None:
-    """Read the config of a text model with transformers; None if that fails.
-
-    SGLang's config is not used, because SGLang changes it. SGLang also reads formats that
-    transformers does not read.
-    """
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    arguments = {"revision": options.get("revision")}
-    try:
-        raw, _ = transformers.PretrainedConfig.get_config_dict(source, **arguments)
-        # SGLang registers its own classes with AutoConfig for some names.
-        reader = getattr(
-            transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
-        )
-        if reader is None:
-            reader = transformers.AutoConfig
-            arguments["trust_remote_code"] = bool(options.get("trust_remote_code", False))
-        config = reader.from_pretrained(source, **arguments)
-    except Exception:  # noqa: BLE001 - SGLang reports the error
-        return None
-    for name, value in overrides.items():
-        present = getattr(config, name, None)
-        if isinstance(present, transformers.PretrainedConfig) and isinstance(value, dict):
-            present.update(value)
-        else:
-            setattr(config, name, value)
-    return config.get_text_config()

@@ -45,6 +45,7 @@ from genlm_sgl.loading import (
     default_options,
     environment,
     load_error,
+    read_text_config,
     runs_on_cpu,
 )
 from genlm_sgl.model_runner import server_options
@@ -145,9 +146,10 @@ class SGLEngine(PrefixEngine):
             options = {name: value for name, value in defaults.items() if name in supported}
             options |= checked_options(requested, supported)
             try:
+                config = read_text_config(source, options)
                 if cpu:
-                    options |= cpu_sizes(source, options)
-                corrections = ModelCorrections(source, options)
+                    options |= cpu_sizes(config, options)
+                corrections = ModelCorrections(config, options)
                 options = corrections.options | {"model_path": source}
                 self._served = ServedModel(options, gpu_id, corrections.on_load_weights)
             except ModelLoadError:
@@ -161,7 +163,7 @@ class SGLEngine(PrefixEngine):
     ) -> None:
         served = self._served
         self.max_context = served.max_context
-        corrections.check_loaded(served, self.max_context, unverified=unverified)
+        corrections.check_loaded(served, unverified=unverified)
         self._corrections = ", ".join(corrections.names)
         self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
         adapters = Adapters(served)

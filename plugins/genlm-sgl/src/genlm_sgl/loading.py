@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,9 @@ _REFUSED = {
     "enable_two_batch_overlap": "passes are not divided",
 }
 """Refused options and the reasons; values that disable an option are accepted."""
+
+MODEL_OVERRIDES = "json_model_override_args"
+"""Option with settings that replace those of the model's config."""
 
 _LORA_RANK = 16
 
@@ -170,21 +174,61 @@ def load_error(
     )
 
 
-def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of SGLang's memory pools on a CPU, unless `options` sets them.
+def read_text_config(source: str, options: Mapping[str, Any]) -> Any | None:
+    """Read the config of a text model with transformers; None if that fails.
+
+    SGLang's config is not used, because SGLang changes it. SGLang also reads formats that
+    transformers does not read.
+
+    Args:
+        source: Folder or hub id.
+        options: Arguments of `ServerArgs`; those of `MODEL_OVERRIDES` are applied.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    overrides = json.loads(options.get(MODEL_OVERRIDES) or "{}")
+    arguments = {"revision": options.get("revision")}
+    try:
+        raw, _ = transformers.PretrainedConfig.get_config_dict(source, **arguments)
+        # SGLang registers its own classes with AutoConfig for some names.
+        reader = getattr(
+            transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
+        )
+        if reader is None:
+            reader = transformers.AutoConfig
+            arguments["trust_remote_code"] = bool(options.get("trust_remote_code", False))
+        config = reader.from_pretrained(source, **arguments)
+    except Exception:  # noqa: BLE001 - SGLang reports the error
+        return None
+    for name, value in overrides.items():
+        present = getattr(config, name, None)
+        if isinstance(present, transformers.PretrainedConfig) and isinstance(value, dict):
+            present.update(value)
+        else:
+            setattr(config, name, value)
+    return config.get_text_config()
+
+
+def cpu_sizes(config: Any | None, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of SGLang's memory pools on a CPU.
+
+    Args:
+        config: The result of `read_text_config`; the sizes are minimal without one.
+        options: Arguments of `ServerArgs`; sizes among them are not computed.
 
     Raises:
         ModelLoadError: Too little memory is free.
     """
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     if options.get("max_total_tokens") is None:
-        sizes["max_total_tokens"] = cpu_token_capacity(model, options)
+        sizes["max_total_tokens"] = cpu_token_capacity(config, options)
     if options.get("max_running_requests") is None:
-        sizes["max_running_requests"] = cpu_running_requests(model, options)
+        sizes["max_running_requests"] = cpu_running_requests(config, options)
     return sizes
 
 
-def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
+def cpu_token_capacity(config: Any | None, options: Mapping[str, Any]) -> int:
     """Return the tokens of the KV cache on a CPU: a quarter of the free memory, at most 2^17.
 
     SGLang's default would take most of the memory.
@@ -192,7 +236,8 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     Raises:
         ModelLoadError: A quarter of the free memory is too small for 2^10 tokens.
     """
-    config = _text_config(model, options)
+    if config is None:
+        return _MIN_TOKENS
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -207,26 +252,14 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     return int(budget // token_bytes)
 
 
-def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
+def cpu_running_requests(config: Any | None, options: Mapping[str, Any]) -> int:
     """Return the maximum number of sequences in a pass on a CPU, between 64 and 1024.
 
     A sequence takes a row of slots with an entry per position, and a row of logits with an
     entry per token id, of 4 bytes each.
     """
-    try:
-        config = _text_config(model, options)
-    except Exception:  # noqa: BLE001 - a format that only SGLang reads
+    if config is None:
         return _MIN_REQUESTS
     context = options.get("context_length") or getattr(config, "max_position_embeddings", None)
     longest = max(context or 2**15, getattr(config, "vocab_size", None) or 2**15)
     return min(_MAX_REQUESTS, max(_MIN_REQUESTS, _REQUESTS_BYTES // (4 * longest)))
-
-
-def _text_config(model: str, options: Mapping[str, Any]) -> Any:
-    import transformers
-
-    return transformers.AutoConfig.from_pretrained(
-        model,
-        trust_remote_code=bool(options.get("trust_remote_code", False)),
-        revision=options.get("revision"),
-    ).get_text_config()

@@ -11,13 +11,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from genlm.plugin import ModelFacts, ModelLoadError, rope_settings
 from genlm_sgl.versions import installed_version
+
+if TYPE_CHECKING:
+    from genlm_sgl.served_model import ServedModel
 
 _TORCH_NATIVE = "torch_native"
 
@@ -40,27 +42,6 @@ _NOT_IN_FALLBACK = {
 
 _OTHER_TOWERS = re.compile("vision|visual|audio")
 """Pattern in the names of modules outside the text model."""
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """A model that SGLang built.
-
-    Attributes:
-        module: The torch module.
-        config: Config of the text model, read by transformers, with the user's overrides.
-        facts: Facts of this config.
-        backends: SGLang's names of the attention backends in use.
-        max_context: Maximum number of tokens of a prompt.
-        is_fallback: Whether SGLang has no class for the model and runs transformers' model.
-    """
-
-    module: torch.nn.Module
-    config: Any
-    facts: ModelFacts
-    backends: frozenset[str]
-    max_context: int
-    is_fallback: bool
 
 
 def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
@@ -97,16 +78,27 @@ def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> 
     return list(changed)
 
 
-def check_model(built: BuiltModel) -> None:
+def check_model(served: ServedModel, config: Any, facts: ModelFacts) -> None:
     """Refuse a model whose rows would be wrong.
+
+    Args:
+        served: The model that SGLang built.
+        config: Config of the text model, read by transformers, with the user's overrides.
+        facts: Facts of this config.
 
     Raises:
         ModelLoadError: The message has the reason and, if there is one, a remedy.
     """
-    for check in _CHECKS:
-        reason = check(built)
-        if reason is not None:
-            raise ModelLoadError(f"SGLang {installed_version()} {reason}")
+    reason = (
+        _omitted_by_fallback(served, facts)
+        or _ignored_softcap(served, facts)
+        or _wrong_window(served, config, facts)
+        or _wrong_rope(served, config, facts)
+        or _wrong_activation(served.model, config, facts)
+        or _wrong_output_embedding(served.model, config, facts)
+    )
+    if reason is not None:
+        raise ModelLoadError(f"SGLang {installed_version()} {reason}")
 
 
 def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
@@ -133,13 +125,12 @@ def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
 # -- checks, which return the reason why rows would be wrong, or None ------------------
 
 
-def _check_fallback(built: BuiltModel) -> str | None:
-    facts = built.facts
+def _omitted_by_fallback(served: ServedModel, facts: ModelFacts) -> str | None:
     omitted = set(facts.mechanisms)
-    if (facts.attention_chunk_size or 0) >= built.max_context:
+    if (facts.attention_chunk_size or 0) >= served.max_context:
         omitted.discard("chunked_attention")
     names = [name for mechanism, name in _NOT_IN_FALLBACK.items() if mechanism in omitted]
-    if not built.is_fallback or not names:
+    if not served.is_fallback or not names:
         return None
     return (
         f"has no model class for {facts.architecture} and would run transformers' model "
@@ -147,22 +138,22 @@ def _check_fallback(built: BuiltModel) -> str | None:
     )
 
 
-def _check_softcap(built: BuiltModel) -> str | None:
-    capped = any(layer.logit_cap > 0 for layer in _attention_layers(built.module))
-    if not capped and "attention_softcap" not in built.facts.mechanisms:
+def _ignored_softcap(served: ServedModel, facts: ModelFacts) -> str | None:
+    capped = any(layer.logit_cap > 0 for layer in _attention_layers(served.model))
+    if not capped and "attention_softcap" not in facts.mechanisms:
         return None
-    if capped and _TORCH_NATIVE not in built.backends:
+    if capped and _TORCH_NATIVE not in served.attention_backends:
         return None
     part = f"attention backend {_TORCH_NATIVE!r}" if capped else "model class"
     return (
-        f"does not cap the attention scores of {built.facts.architecture}: its {part} ignores "
+        f"does not cap the attention scores of {facts.architecture}: its {part} ignores "
         f"the cap; rows would be wrong"
     )
 
 
-def _check_windows(built: BuiltModel) -> str | None:
-    longest = built.max_context
-    for layer, window in _layer_windows(built.module, built.config):
+def _wrong_window(served: ServedModel, config: Any, facts: ModelFacts) -> str | None:
+    longest = served.max_context
+    for layer, window in _layer_windows(served.model, config):
         size = layer.sliding_window_size
         attended = longest if size is None or size < 0 else min(size + 1, longest)
         expected = longest if window is None else min(window, longest)
@@ -175,28 +166,27 @@ def _check_windows(built: BuiltModel) -> str | None:
             else f"attends to {attended} tokens"
         )
         return (
-            f"{fault} in layer {layer.layer_id} of {built.facts.architecture} under "
-            f"{_join_sorted(built.backends)} attention, where the config has {stated}; rows "
-            f"beyond {limit} tokens would be wrong. Pass "
+            f"{fault} in layer {layer.layer_id} of {facts.architecture} under "
+            f"{_join_sorted(served.attention_backends)} attention, where the config has "
+            f"{stated}; rows beyond {limit} tokens would be wrong. Pass "
             f"engine_opts={{'context_length': {limit}}}"
         )
     return None
 
 
-def _check_rope(built: BuiltModel) -> str | None:
-    facts = built.facts
-    is_dynamic = any(map(_is_dynamic, rope_settings(built.config)))
+def _wrong_rope(served: ServedModel, config: Any, facts: ModelFacts) -> str | None:
+    is_dynamic = any(map(_is_dynamic, rope_settings(config)))
     if is_dynamic or "longrope" in facts.rope_types:
         limit = facts.original_positions
-        if is_dynamic or limit is None or built.max_context > limit:
+        if is_dynamic or limit is None or served.max_context > limit:
             return (
                 f"scales the {_join_sorted(facts.rope_types)} rotary embeddings of "
                 f"{facts.architecture} by lengths other than that of the sequence; rows "
                 f"would be wrong. Pass engine_opts={{'context_length': {limit}}}, up to "
                 f"which embeddings are not scaled"
             )
-    expected = _rope_bases(built.config)
-    modules = _rotary_modules(built.module)
+    expected = _rope_bases(config)
+    modules = _rotary_modules(served.model)
     kinds = {type(module).__name__ for module in modules}
     if kinds == {"RotaryEmbedding"} and facts.rope_types:
         return (
@@ -213,43 +203,39 @@ def _check_rope(built: BuiltModel) -> str | None:
     return None
 
 
-def _check_activation(built: BuiltModel) -> str | None:
-    if _rounding_activations(built.module, next(built.module.parameters()).dtype):
+def _wrong_activation(module: torch.nn.Module, config: Any, facts: ModelFacts) -> str | None:
+    if _rounding_activations(module, next(module.parameters()).dtype):
         return (
-            f"rounds the parameters of xIELU in {built.facts.architecture} to bfloat16: rows "
+            f"rounds the parameters of xIELU in {facts.architecture} to bfloat16: rows "
             f"would be wrong"
         )
-    expected = _APPROXIMATIONS.get(_activation(built.config))
-    computed = {activation.approximate for activation in _gelu_modules(built.module)}
+    expected = _APPROXIMATIONS.get(_activation(config))
+    computed = {activation.approximate for activation in _gelu_modules(module)}
     if expected is None or computed <= {expected}:
         return None
     return (
         f"computes another GELU (approximation {_join_sorted(computed)}) in "
-        f"{built.facts.architecture} than {_activation(built.config)!r}: rows would be wrong"
+        f"{facts.architecture} than {_activation(config)!r}: rows would be wrong"
     )
 
 
-def _check_output_embedding(built: BuiltModel) -> str | None:
-    head = getattr(getattr(built.module, "lm_head", None), "weight", None)
-    if built.config.tie_word_embeddings or head is None:
+def _wrong_output_embedding(
+    module: torch.nn.Module, config: Any, facts: ModelFacts
+) -> str | None:
+    head = getattr(getattr(module, "lm_head", None), "weight", None)
+    if config.tie_word_embeddings or head is None:
         return None
     is_tied = any(
         getattr(child, "weight", None) is head
-        for name, child in built.module.named_modules(remove_duplicate=False)
+        for name, child in module.named_modules(remove_duplicate=False)
         if name.partition(".")[0] != "lm_head"
     )
     if not is_tied:
         return None
     return (
-        f"uses the input embedding of {built.facts.architecture} as output embedding, where "
+        f"uses the input embedding of {facts.architecture} as output embedding, where "
         f"the config has tie_word_embeddings=False: rows would be wrong"
     )
-
-
-_CHECKS = (
-    *(_check_fallback, _check_softcap, _check_windows, _check_rope),
-    *(_check_activation, _check_output_embedding),
-)
 
 
 # -- the built model ------------------------------------------------------------------

@@ -71,17 +71,14 @@ def test_an_engine_is_installed_with_its_plugin_on_linux_only(plugin, engine):
     assert not marker.evaluate({"sys_platform": "darwin"})
 
 
-def test_the_versions_of_an_engine_are_those_that_its_plugin_accepts():
-    source = (REPOSITORY / "plugins/genlm-vllm/src/genlm_vllm/versions.py").read_text()
+@pytest.mark.parametrize(
+    ("plugin", "package", "engine"),
+    [("genlm-vllm", "genlm_vllm", "vllm"), ("genlm-sgl", "genlm_sgl", "sglang")],
+)
+def test_the_versions_of_an_engine_are_those_that_its_plugin_accepts(plugin, package, engine):
+    source = (REPOSITORY / f"plugins/{plugin}/src/{package}/versions.py").read_text()
     [accepted] = re.findall(r'^SUPPORTED = "(.*)"$', source, re.MULTILINE)
-    assert requirement("genlm-vllm", "vllm").specifier == SpecifierSet(accepted)
-    source = (REPOSITORY / "plugins/genlm-sgl/src/genlm_sgl/versions.py").read_text()
-    ranges = re.findall(r"^(?:OLDEST|NEWEST) = \((\d+), (\d+), (\d+)\)$", source, re.MULTILINE)
-    (*_, oldest), (*_, newest) = ranges
-    expected = SpecifierSet(f">=0.5.{oldest},<0.5.{int(newest) + 1}")
-    assert requirement("genlm-sgl", "sglang").specifier == expected
-    plugin = (REPOSITORY / "plugins/genlm-sgl/src/genlm_sgl/plugin.py").read_text()
-    assert f"sglang>=0.5.{oldest},<0.5.{int(newest) + 1}" in plugin
+    assert requirement(plugin, engine).specifier == SpecifierSet(accepted)
 
 
 def test_tested_versions_are_within_the_bounds_and_all_bounded_libraries_have_some():

@@ -46,7 +46,11 @@ def test_libraries_that_a_distribution_requires_are_listed() -> None:
 
 def test_distributions_without_a_plugin_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"genlm-core": "1.0", "genlm-backend": "1.1", "genlm-lm-eval": "1.2"}
-    monkeypatch.setattr(env, "installed_version", installed.get)
+    monkeypatch.setattr(
+        env,
+        "installed_versions",
+        lambda names: {name: installed[name] for name in names if name in installed},
+    )
     monkeypatch.setattr(env, "list_backends", list)
     assert env.environment()["genlm"] == installed
 

@@ -25,7 +25,7 @@ from genlm.plugin import Query
 from genlm.testing import TinyModel
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
-from genlm_ray.spec import ReplicaSpec, ServingLimits, version_of, versions
+from genlm_ray.spec import ReplicaSpec, ServingLimits, compared_versions, versions
 from genlm_ray.wire import ReplicaRequest, pack_queries
 
 DRIVER = """
@@ -355,12 +355,11 @@ def test_a_name_can_be_used_again_at_once(address, monkeypatch, removal):
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    installed = version_of
     for name in ("genlm-core", "torch", "numpy"):
         monkeypatch.setattr(
             serving,
-            "version_of",
-            lambda library, name=name: "0.1" if library == name else installed(library),
+            "compared_versions",
+            lambda names, name=name: compared_versions(names) | {name: "0.1"},
         )
         with pytest.raises(ModelLoadError, match=rf"{name} \d+\.\S* there, 0\.1 here"):
             genlm.load_model("chat", "ray")

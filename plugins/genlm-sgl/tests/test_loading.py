@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from genlm import MissingRequirementError, ModelLoadError
-from genlm.engines import memory
+from genlm.engines import memory, versions
 from genlm_sgl.loading import (
     checked_options,
     cpu_running_requests,
@@ -24,19 +25,35 @@ from genlm_sgl.loading import (
 from genlm_sgl.versions import check_version
 
 
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Function that makes a version of SGLang the installed one."""
+
+    def pretend(installed: str) -> None:
+        monkeypatch.setattr(versions, "installed_versions", lambda _: {"sglang": installed})
+
+    return pretend
+
+
 @pytest.mark.parametrize("installed", ["0.5.23", "0.5.23.post2"])
-def test_versions_in_the_range_are_accepted(installed: str) -> None:
-    check_version(installed)
+def test_versions_in_the_range_are_accepted(
+    install: Callable[[str], None], installed: str
+) -> None:
+    install(installed)
+    assert check_version() == installed
 
 
 @pytest.mark.parametrize(
-    "installed", ["0.5.8.post1", "0.5.22", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
+    "installed", ["0.5.8.post1", "0.5.22", "0.4.10.post2", "0.5.24", "0.6.0", "1.0"]
 )
-def test_other_versions_are_refused_with_the_command_to_run(installed: str) -> None:
+def test_other_versions_are_refused_with_the_command_to_run(
+    install: Callable[[str], None], installed: str
+) -> None:
+    install(installed)
     with pytest.raises(MissingRequirementError) as refused:
-        check_version(installed)
-    assert f"from 0.5.23 to 0.5.23 (found {installed})" in str(refused.value)
-    assert "pip install sglang==0.5.23" in str(refused.value)
+        check_version()
+    assert f"sglang >=0.5.23,<0.5.24 (found sglang {installed})" in str(refused.value)
+    assert "pip install 'sglang>=0.5.23,<0.5.24'" in str(refused.value)
 
 
 def test_an_engine_after_an_import_without_the_environment_is_not_built(
@@ -52,11 +69,9 @@ def test_an_engine_after_an_import_without_the_environment_is_not_built(
 def test_an_engine_on_another_version_is_not_built(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genlm_sgl import engine
-
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "installed_version", lambda: "0.6.0")
-        with pytest.raises(MissingRequirementError, match=r"found 0\.6\.0"):
+        patched.setattr(versions, "installed_versions", lambda _: {"sglang": "0.6.0"})
+        with pytest.raises(MissingRequirementError, match=r"found sglang 0\.6\.0"):
             build()
     build()
 

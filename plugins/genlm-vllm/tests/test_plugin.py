@@ -72,7 +72,7 @@ RANGE = {
 def test_versions_outside_the_range_are_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str, fits: bool
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda distribution: installed)
+    monkeypatch.setattr(metadata, "version", lambda distribution: installed)
     if fits:
         assert versions.check_version() == installed
     else:
@@ -88,7 +88,7 @@ def test_without_any_version_the_error_says_how_to_install(
     def absent(distribution: str) -> str:
         raise metadata.PackageNotFoundError(distribution)
 
-    monkeypatch.setattr(versions, "version", absent)
+    monkeypatch.setattr(metadata, "version", absent)
     with pytest.raises(ImportError, match=r"genlm-vllm needs vllm.*install_cpu"):
         versions.check_version()
 

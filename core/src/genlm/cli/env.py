@@ -15,10 +15,11 @@ import typer
 
 from genlm.cli.arguments import JsonOption
 from genlm.cli.output import print_json
-from genlm.cli.tested_versions import installed_version, tested_versions
+from genlm.cli.tested_versions import tested_versions
 from genlm.core.base.errors import GenlmError, describe_error
 from genlm.core.plugins.lookup import list_backends
 from genlm.engines.memory import free_memory_bytes
+from genlm.engines.versions import installed_versions
 
 _WITHOUT_PLUGINS = ("genlm-core", "genlm-backend", "genlm-lm-eval")
 
@@ -69,7 +70,7 @@ def environment() -> dict[str, Any]:
         "name", "kind", "provider", "version", "status", "reason", "capabilities", "tested",
     )  # fmt: skip
     return {
-        "genlm": _versions(distributions),
+        "genlm": installed_versions(distributions),
         "system": {
             "python": f"{platform.python_implementation()} {platform.python_version()}",
             "platform": platform.platform(),
@@ -77,7 +78,7 @@ def environment() -> dict[str, Any]:
             "cores": _cores(),
             "free memory": f"{free_memory_bytes() / 2**30:.1f} GiB",
         },
-        "libraries": _versions(sorted(_libraries(distributions, plugins))),
+        "libraries": installed_versions(sorted(_libraries(distributions, plugins))),
         "devices": _devices(),
         "variables": _variables(os.environ),
         "plugins": [{name: info[name] for name in fields} for info in plugins],
@@ -88,14 +89,10 @@ def environment() -> dict[str, Any]:
 def _libraries(distributions: Iterable[str], plugins: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the libraries that distributions of genlm require or were tested with."""
     libraries = {name for info in plugins for name in info["tested"]}
-    for distribution in filter(installed_version, distributions):
+    for distribution in installed_versions(distributions):
         for requirement in importlib.metadata.requires(distribution) or ():
             libraries.add(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
     return libraries - {*distributions}
-
-
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    return {name: version for name in distributions if (version := installed_version(name))}
 
 
 def _processor() -> str:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+from genlm.engines.versions import installed_versions
 
 
 def tested_versions(tested: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
@@ -20,9 +13,9 @@ def tested_versions(tested: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     Args:
         tested: `BackendSpec.tested`.
     """
+    found = installed_versions(tested)
     for distribution, versions in tested.items():
-        text = f"{distribution} {', '.join(versions)}"
-        installed = installed_version(distribution)
+        text, installed = f"{distribution} {', '.join(versions)}", found.get(distribution)
         # The local part, such as +cpu, names a build of the same release.
         is_tested = installed is None or installed.partition("+")[0] in versions
         yield text if is_tested else f"{text} (installed: {installed}, not tested)"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from genlm.plugin import installed_versions
 from genlm.testing.outcome import Outcome
 from genlm.testing.run import Run
 
@@ -143,20 +143,12 @@ def _environment(run: Run) -> dict[str, Any]:
     distributions = dict.fromkeys(
         ("genlm-core", run.info.distribution, *run.info.requires, *_LIBRARIES)
     )
-    versions = {name: version for name in distributions if (version := _version(name))}
     return {
         "backend": run.info.provider,
-        "versions": versions,
+        "versions": installed_versions(distributions),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices(outcomes: Iterable[Outcome]) -> set[str]:

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from genlm.plugin import GenlmError, ModelLoadError
 from genlm_ray import cluster
-from genlm_ray.spec import ReplicaSpec, ServingLimits, version_of
+from genlm_ray.spec import ReplicaSpec, ServingLimits, compared_versions
 
 _DESCRIBE_TIMEOUT_S = 10.0
 """Timeout for the descriptions of loaded replicas."""
@@ -165,12 +165,11 @@ def wait_until_loaded(
     descriptions = _results(calls, timeout_s)
     for description in descriptions:
         remote = description["versions"]
-        local = {name: version_of(name) for name in remote}
         differences = ", ".join(
-            f"{name} {remote[name]} there, {local[name]} here"
-            for name in remote
+            f"{name} {remote[name]} there, {version} here"
             # A program that uses a served model need not have the plugin of its engine.
-            if local[name] is not None and local[name] != remote[name]
+            for name, version in compared_versions(remote).items()
+            if version != remote[name]
         )
         if differences:
             raise ModelLoadError(

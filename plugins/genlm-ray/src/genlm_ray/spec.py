@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genlm.plugin import ModelLoadError, checked_integer, find_backend, options_mapping
+from genlm.plugin import (
+    ModelLoadError,
+    checked_integer,
+    find_backend,
+    installed_versions,
+    options_mapping,
+)
 
 Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
 
@@ -27,23 +32,17 @@ def check_seconds(**times: float) -> None:
             raise ValueError(f"{name}={time_s!r}: expected a finite time above 0, in seconds")
 
 
-def version_of(name: str) -> str | None:
-    """Return the version of a distribution that a driver must have in common with its replicas.
-
-    Returns:
-        None if the distribution is not installed.
-    """
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
+def compared_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the parts of installed versions that drivers and replicas have in common."""
+    return {
+        name: ".".join(version.split(".")[:2]) if name in _MINOR_VERSIONS else version
+        for name, version in installed_versions(distributions).items()
+    }
 
 
-def versions(engine: str) -> dict[str, str | None]:
+def versions(engine: str) -> dict[str, str]:
     """Return the versions that drivers and replicas of an engine must have in common."""
-    names = dict.fromkeys((*_COMPARED_DISTRIBUTIONS, find_backend(engine).distribution))
-    return {name: version_of(name) for name in names}
+    return compared_versions([*_COMPARED_DISTRIBUTIONS, find_backend(engine).distribution])
 
 
 @dataclass(frozen=True)

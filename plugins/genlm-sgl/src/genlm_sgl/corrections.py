@@ -21,7 +21,7 @@ from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
 from genlm_sgl.loading import MODEL_OVERRIDES
 from genlm_sgl.model_checks import check_model, correct_model, rope_overrides
 from genlm_sgl.served_model import ServedModel
-from genlm_sgl.versions import installed_version
+from genlm_sgl.versions import check_version
 
 _POST_BIAS_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of operations on logits that follow the output bias."""
@@ -84,7 +84,7 @@ class ModelCorrections:
             name = f"{facts.architecture} by SGLang's {type(served.model).__name__}"
             facts = dataclasses.replace(facts, architecture=name)
         verified = VerifiedFamilies.of_package("genlm_sgl")
-        check_verified(f"SGLang {installed_version()}", facts, verified, unverified=unverified)
+        check_verified(f"SGLang {check_version()}", facts, verified, unverified=unverified)
 
     def replace_weights(self, served: ServedModel, weights: Mapping[str, Any]) -> None:
         """Replace the weights of a loaded model.
@@ -118,7 +118,7 @@ class ModelCorrections:
             self.names.append("output bias")
         if missing:
             raise ModelLoadError(
-                f"SGLang {installed_version()} drops {len(missing)} biases of the checkpoint, "
+                f"SGLang {check_version()} drops {len(missing)} biases of the checkpoint, "
                 f"which its model of {facts.architecture} does not have: "
                 f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Rows would be "
                 f"wrong"

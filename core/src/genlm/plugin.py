@@ -97,6 +97,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.text_scores import ReducedText as ReducedText
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.trie.layout import TrieLayout as TrieLayout
+    from genlm.core.trie.segment_tree import interval_pieces as interval_pieces
     from genlm.core.trie.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary

@@ -12,14 +12,13 @@ The values of one row are stored in slots, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.plugin import TrieLayout, ranges
+from genlm.plugin import TrieLayout, interval_pieces, ranges
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +133,7 @@ class TreePlan:
         if block is None:
             block = min(BLOCK, max(2, 1 << (n - 1).bit_length()))
         stages, levels = _stages(n, block)
-        interval, slot = _pieces(lo, hi, levels)
+        interval, slot = interval_pieces(lo, hi, levels)
         count = np.bincount(interval, minlength=len(lo))
         by_count = np.argsort(-count, kind="stable")
         new_index = np.empty(len(lo), dtype=np.int64)
@@ -186,25 +185,3 @@ def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
             levels.append(upper)
             upper += count
     return tuple(stages), levels
-
-
-def _pieces(
-    lo: npt.NDArray[np.integer], hi: npt.NDArray[np.integer], levels: Sequence[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Decompose intervals into entries of the tree, at most two of each level.
-
-    Returns:
-        Interval and slot of each piece; the pieces of an interval are adjacent, smallest first.
-    """
-    lo, hi = lo.astype(np.int64), hi.astype(np.int64)
-    indices = np.arange(len(lo))
-    intervals, slots = [], []
-    for first in levels:
-        at_lo = (lo < hi) & (lo & 1 == 1)
-        at_hi = (lo < hi) & (hi & 1 == 1)
-        intervals += [indices[at_lo], indices[at_hi]]
-        slots += [first + lo[at_lo], first + hi[at_hi] - 1]
-        lo, hi = (lo + at_lo) >> 1, hi >> 1
-    interval, slot = np.concatenate(intervals), np.concatenate(slots)
-    adjacent = np.argsort(interval, kind="stable")
-    return interval[adjacent], slot[adjacent]

@@ -7,6 +7,8 @@ from the pieces. The time is O(tokens below + nodes log nodes) for each row.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import numpy.typing as npt
 
@@ -79,7 +81,7 @@ def _combine_pieces(pieces: Floats, first: Indices, last: Indices, combine: np.u
         pairs = slots[:, 2 * low : 2 * top]
         combine(pairs[:, ::2], pairs[:, 1::2], out=slots[:, low:top])
         top = low
-    node, slot = interval_pieces(first, last, n)
+    node, slot = interval_pieces(first + n, last + n, repeat(0))
     count = np.bincount(node, minlength=len(first))
     result: Floats = combine.reduceat(slots[:, slot], np.cumsum(count) - count, axis=1)
     return result

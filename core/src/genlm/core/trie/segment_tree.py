@@ -7,7 +7,9 @@ interval's pieces. This module computes indices only; `reductions` applies them 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,7 @@ class SegmentTree:
         while top > 1:
             levels.append(((top + 1) // 2, top))
             top = (top + 1) // 2
-        interval, piece = interval_pieces(lo, hi, n)
+        interval, piece = interval_pieces(lo + n, hi + n, repeat(0))
         count = np.bincount(interval, minlength=len(lo))
         most_first = np.argsort(-count, kind="stable")
         start = (np.cumsum(count) - count)[most_first]
@@ -70,23 +72,31 @@ class SegmentTree:
 
 
 def interval_pieces(
-    lo: npt.NDArray[Any], hi: npt.NDArray[Any], n: int
+    lo: npt.NDArray[Any], hi: npt.NDArray[Any], levels: Iterable[int]
 ) -> tuple[Indices, Indices]:
-    """Decompose intervals into nodes of a segment tree over `n` places, in heap order.
+    """Decompose intervals into nodes of a segment tree, at most two of each level.
+
+    Args:
+        lo: First place of each interval, or first slot if the tree is in heap order.
+        hi: One past the last place or slot of each interval.
+        levels: Slot of place 0 of each level, from the leaves up: 0 in heap order.
 
     Returns:
-        Interval and slot of each piece, int64; the pieces of an interval are adjacent.
+        Interval and slot of each piece, int64; the pieces of an interval are adjacent, smallest
+        first.
     """
-    lo, hi = lo.astype(np.int64) + n, hi.astype(np.int64) + n
+    lo, hi = lo.astype(np.int64), hi.astype(np.int64)
     index = np.arange(len(lo))
     intervals, slots = [index[:0]], [index[:0]]
-    while len(index):
-        at_lo, at_hi = lo & 1 == 1, hi & 1 == 1
-        intervals += [index[at_lo], index[at_hi]]
-        slots += [lo[at_lo], hi[at_hi] - 1]
-        lo, hi = (lo + 1) >> 1, hi >> 1
+    for first in levels:
         is_open = lo < hi
         index, lo, hi = index[is_open], lo[is_open], hi[is_open]
+        if not len(index):
+            break
+        at_lo, at_hi = lo & 1 == 1, hi & 1 == 1
+        intervals += [index[at_lo], index[at_hi]]
+        slots += [first + lo[at_lo], first + hi[at_hi] - 1]
+        lo, hi = (lo + 1) >> 1, hi >> 1
     interval, slot = np.concatenate(intervals), np.concatenate(slots)
     adjacent = np.argsort(interval, kind="stable")
     return interval[adjacent], slot[adjacent]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
+from genlm import MissingRequirementError
 from genlm_llamacpp import library
 from genlm_llamacpp.library import llama
 
 
 def test_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(library, "version", lambda name: "2026.9.11063")
+    monkeypatch.setattr(metadata, "version", lambda name: "2026.9.11063")
     with pytest.raises(
-        library.ModelLoadError, match=r"2026\.9\.11063 is installed.*pip install"
+        MissingRequirementError, match=r"found xllamacpp 2026\.9\.11063.*pip install"
     ):
         llama.__wrapped__()
 
 
 def test_builds_for_gpus_have_a_suffix(monkeypatch):
-    monkeypatch.setattr(library, "version", lambda name: f"{library.VERSION}+cu130")
+    monkeypatch.setattr(metadata, "version", lambda name: f"{library.VERSION}+cu130")
     assert llama.__wrapped__() is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_newer_versions_are_compared(
     monkeypatch: pytest.MonkeyPatch, installed: str, refused: bool
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: installed)
+    monkeypatch.setattr(metadata, "version", lambda _: installed)
     monkeypatch.setattr(private_interface, "changes", lambda: iter(["f is gone", "g is gone"]))
     if not refused:
         check_private_interface()
@@ -92,14 +93,14 @@ def test_only_newer_versions_are_compared(
 
 
 def test_a_newer_version_without_changes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: "0.33.1")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.33.1")
     check_private_interface()
 
 
 def test_a_model_is_not_loaded_by_a_version_that_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: "0.33.1")
+    monkeypatch.setattr(metadata, "version", lambda _: "0.33.1")
     monkeypatch.setattr(private_interface, "changes", lambda: iter(["f is gone"]))
     with pytest.raises(genlm.ModelLoadError, match="f is gone"):
         genlm.load_model("demo", backend="vllm")

@@ -13,11 +13,10 @@ import functools
 import importlib.util
 from collections import deque
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from genlm.plugin import ModelLoadError
+from genlm.plugin import ModelLoadError, supported_version
 
 VERSION: Final = "2026.10.11549"
 """The version of xllamacpp whose llama.h is declared here."""
@@ -193,16 +192,12 @@ def llama() -> Any:
         A `ctypes.CDLL`; its functions release the interpreter's lock while they run.
 
     Raises:
-        ModelLoadError: Another version is installed, or its shared library does not export
-            llama.cpp, as on Windows.
+        MissingRequirementError: Another version is installed.
+        ModelLoadError: The shared library does not export llama.cpp, as on Windows.
     """
-    installed = version("xllamacpp")
-    if installed.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
-        raise ModelLoadError(
-            f"xllamacpp {installed} is installed; genlm-llamacpp declares the structs of "
-            f"llama.cpp as in version {VERSION}, and they change without notice: "
-            f"pip install xllamacpp=={VERSION}"
-        )
+    supported = f"=={VERSION}"  # includes builds for GPUs, which have a suffix
+    install = f"pip install xllamacpp{supported}"
+    supported_version("genlm-llamacpp", ["xllamacpp"], supported, install)
     library = ctypes.CDLL(str(_shared_library()))
     for name, (result, *arguments) in _SIGNATURES.items():
         function: Callable[..., Any] | None = getattr(library, name, None)

@@ -194,7 +194,5 @@ def test_a_limit_of_the_context_is_a_whole_number_and_never_extends_it(
 ) -> None:
     for requested, expected in ((None, 64), (10, 10), (100, 64)):
         assert MLXEngine(llama.path, max_context=requested).max_context == expected
-    with pytest.raises(
-        ValueError, match=r"max_context=1\.5; expected a whole number of tokens"
-    ):
+    with pytest.raises(TypeError, match=r"max_context=1\.5; expected an integer"):
         MLXEngine(llama.path, max_context=1.5)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import torch
 
 from genlm.core.base.errors import ModelLoadError, describe_error
 from genlm.core.base.progress import loading_stage
+from genlm.core.base.validation import checked_integer
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.uncached import UncachedPath
@@ -52,6 +53,7 @@ class ServeOptions:
 
     Raises:
         ValueError: An option has an invalid value.
+        TypeError: A limit is not an integer.
     """
 
     paths: Sequence[str]
@@ -62,15 +64,10 @@ class ServeOptions:
     self_test: bool = True
 
     def __post_init__(self) -> None:
-        limits = (
-            ("max_tokens_per_batch", "a whole number", 1),
-            ("kv_budget_bytes", "a whole number of bytes", 0),
-            ("max_context", "a whole number of tokens", 1),
-        )
-        for name, expected, minimum in limits:
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= minimum):
-                raise ValueError(f"{name}={value!r}; expected {expected}, at least {minimum}")
+        minimums = {"max_tokens_per_batch": 1, "kv_budget_bytes": 0, "max_context": 1}
+        for name, minimum in minimums.items():
+            if getattr(self, name) is not None:
+                checked_integer(name, getattr(self, name), minimum)
         path = self.execution_path
         if path is not None and path not in self.paths:
             names = ", ".join(map(repr, self.paths))

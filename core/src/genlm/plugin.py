@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.loop_batches import LoopBatches as LoopBatches
     from genlm.core.base.progress import loading_stage as loading_stage
     from genlm.core.base.statistics import Count as Count
+    from genlm.core.base.threads import call_on_thread as call_on_thread
     from genlm.core.base.validation import checked_integer as checked_integer
     from genlm.core.base.validation import options_mapping as options_mapping
     from genlm.core.engine.batch_engine import BatchEngine as BatchEngine

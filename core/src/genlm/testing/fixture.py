@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Self, TypeVar
@@ -20,7 +19,7 @@ from typing import Any, Self, TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
-from genlm.plugin import describe_error
+from genlm.plugin import call_on_thread, describe_error
 from genlm.testing.check import CheckTimeout, expect
 
 T = TypeVar("T")
@@ -203,7 +202,7 @@ def call_within(function: Callable[[], T], timeout_s: float, what: str) -> T:
         CheckTimeout: The call took longer than `timeout_s`.
         BaseException: The exception that the function raised.
     """
-    future = _start_call(function)
+    future = call_on_thread(function)
     done, _ = concurrent.futures.wait([future], timeout_s)
     if not done:
         raise CheckTimeout(what, timeout_s)
@@ -215,18 +214,4 @@ def on_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
 
     With `asyncio.to_thread` a lost request would keep the process from exiting.
     """
-    return asyncio.wrap_future(_start_call(functools.partial(function, *arguments)))
-
-
-def _start_call(function: Callable[[], T]) -> concurrent.futures.Future[T]:
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # the waiting thread cannot cancel the call
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
-            future.set_exception(error)
-
-    threading.Thread(target=call, name="genlm-testing-call", daemon=True).start()
-    return future
+    return asyncio.wrap_future(call_on_thread(functools.partial(function, *arguments)))

@@ -27,7 +27,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genlm.plugin import ModelLoadError, describe_error, options_mapping
+from genlm.plugin import ModelLoadError, call_on_thread, describe_error, options_mapping
 from genlm_ray.replica import Replica
 from genlm_ray.spec import ReplicaSpec, Resources
 
@@ -132,7 +132,8 @@ def _connect(address: str | None, options: Mapping[str, Any], default: str | Non
     for remaining in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
         try:
             with _keep_sigterm_handler():
-                _call(lambda: ray.init(**arguments), ends=False).result()
+                # When the thread that started Ray's processes ends, Linux ends them.
+                call_on_thread(lambda: ray.init(**arguments), threading.Event().wait).result()
             return
         except Exception as error:
             is_refused = isinstance(error, (TypeError, ValueError))  # an argument
@@ -179,7 +180,7 @@ def _check_head(target: str) -> None:
         address = canonicalize_bootstrap_address(target)
     except Exception:  # noqa: BLE001 - `ray.init` raises it too
         return
-    response = _call(lambda: GcsClient(address=address))
+    response = call_on_thread(lambda: GcsClient(address=address))
     if not concurrent.futures.wait([response], _JOIN_TIMEOUT_S).done:
         where = "" if address == target else f" ({address})"
         raise ModelLoadError(
@@ -187,35 +188,6 @@ def _check_head(target: str) -> None:
             f"{_JOIN_TIMEOUT_S:g} s. Pass the address of a running cluster; on its head, "
             f"`ray start --head` starts one and prints the address"
         )
-
-
-def _call(
-    function: Callable[[], object], *, ends: bool = True
-) -> concurrent.futures.Future[None]:
-    """Call a function of Ray, which may block, on a daemon thread.
-
-    Args:
-        function: The function.
-        ends: Whether the thread ends. When the thread that started the processes of a local
-            cluster ends, Linux ends them.
-
-    Returns:
-        Future that is finished when the function returns or raises.
-    """
-    returned: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised by the future
-            returned.set_exception(error)
-            return  # Linux ends the processes that were started
-        returned.set_result(None)
-        if not ends:
-            threading.Event().wait()
-
-    threading.Thread(target=run, name="genlm-ray-call", daemon=True).start()
-    return returned
 
 
 def join(address: str | None = None, *, is_local: bool = False) -> str:
@@ -257,7 +229,7 @@ def leaver() -> Callable[[], bool]:
         end normally.
     """
     leaves = threading.Event()
-    left = _call(lambda: leaves.wait() and ray.shutdown())
+    left = call_on_thread(lambda: leaves.wait() and ray.shutdown())
 
     def leave() -> bool:
         leaves.set()
@@ -290,7 +262,7 @@ async def until_head_is_lost() -> None:
     Only the time of a request counts, because this process may be paused between requests.
     """
     while ray.is_initialized():
-        response = asyncio.wrap_future(_call(ray.nodes))
+        response = asyncio.wrap_future(call_on_thread(ray.nodes))
         done, _ = await asyncio.wait([response], timeout=HEAD_TIMEOUT_S)
         if not done:
             return

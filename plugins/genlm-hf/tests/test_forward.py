@@ -19,19 +19,15 @@ from .tiny import WIDTH, alone, answers, ids_of_lengths
 def next_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """The logits after the last token of each sequence."""
     served: Any = SimpleNamespace(model=model, device=torch.device("cpu"))
-    last = [len(ids) - 1 for ids in sequences]
-
-    def select(states: torch.Tensor) -> torch.Tensor:
-        return states[torch.arange(len(last)), last][:, None]
-
-    return compute_logits(model, padded_pass(served, sequences), select)[:, 0]
+    last = torch.tensor([len(ids) - 1 for ids in sequences])
+    return compute_logits(model, padded_pass(served, sequences), torch.arange(len(last)), last)
 
 
 def test_the_output_embedding_sees_one_position_per_sequence(llama: Any) -> None:
     shapes = []
     llama.lm_head.register_forward_hook(lambda module, args, out: shapes.append(out.shape))
     next_logits(llama, ids_of_lengths(9, 23, 4))
-    assert shapes == [(3, 1, WIDTH)]
+    assert shapes == [(1, 3, WIDTH)]
 
 
 def test_a_model_that_hides_its_output_embedding_is_right_too(

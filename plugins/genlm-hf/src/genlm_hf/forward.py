@@ -8,7 +8,7 @@ model: under right padding its default numbers every sequence from 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from genlm_hf.served_model import ServedModel
-
-Selector = Callable[[torch.Tensor], torch.Tensor]
-"""Function that selects positions from the states, or logits, of all positions of a pass."""
 
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
@@ -38,22 +35,29 @@ def padded_pass(served: ServedModel, sequences: Sequence[Sequence[int]]) -> dict
 
 
 @torch.inference_mode()
-def compute_logits(model: Any, inputs: dict[str, Any], select: Selector) -> torch.Tensor:
-    """Run a model; compute the logits of `select(states)` only, if the model permits it.
+def compute_logits(
+    model: Any, inputs: dict[str, Any], rows: torch.Tensor | int, columns: torch.Tensor
+) -> torch.Tensor:
+    """Run a model; compute the logits of some positions only, if the model permits it.
 
-    The output embedding is applied to `select(states)` instead of all states; the model's
-    scaling or capping of logits still follows. A model that applies its output embedding to
-    states of another shape than `(*shape of the ids, width)` computes all logits.
+    The output embedding is applied to the states of these positions instead of all states; the
+    model's scaling or capping of logits still follows. A model that applies its output
+    embedding to states of another shape than `(*shape of the ids, width)` computes all logits.
 
     Args:
         model: A causal language model of transformers.
         inputs: Arguments of its `forward`.
-        select: Selects positions of tensors of shape `(*shape of the ids, width)`.
+        rows: Sequence of each position, shape `(n,)`, or the only sequence.
+        columns: The positions in the sequences, shape `(n,)`.
 
     Returns:
-        `select(logits)`, in the model's dtype, on the device of its output.
+        Logits, shape `(n, width)`, in the model's dtype, on the device of its output.
     """
     shape, is_selected = inputs["input_ids"].shape, False
+
+    def select(states: torch.Tensor) -> torch.Tensor:
+        index = rows if isinstance(rows, int) else rows.to(states.device)
+        return states[index, columns.to(states.device)][None]
 
     def select_states(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
         nonlocal is_selected
@@ -68,7 +72,7 @@ def compute_logits(model: Any, inputs: dict[str, Any], select: Selector) -> torc
     with head.register_forward_pre_hook(select_states) if has_head else nullcontext():
         output = model(**inputs)
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits if is_selected else select(logits)
+    return (logits if is_selected else select(logits))[0]
 
 
 def accepted_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -80,12 +80,6 @@ class PaddedPath(UncachedPath):
         """
         if self.by_longest:
             reset_dynamic_rope(self._served.model)
-        indices = torch.from_numpy(positions)
-
-        def select(states: torch.Tensor) -> torch.Tensor:
-            rows, columns = indices.to(states.device)
-            return states[rows, columns][None]
-
         self.count(sequences)
         inputs = padded_pass(self._served, sequences)
-        return compute_logits(self._served.model, inputs, select)[0]
+        return compute_logits(self._served.model, inputs, *torch.from_numpy(positions))

@@ -131,13 +131,8 @@ class SlotCacheForward(SegmentForward):
                 for layer in range(self.storage.layers)
             ]
         )
-        indices = torch.from_numpy(np.stack([rows, places])).to(device)
-
-        def select(states: torch.Tensor) -> torch.Tensor:
-            row, column = indices.to(states.device)
-            return states[row, column][None]
-
-        return compute_logits(model, inputs, select)[0].to(device)
+        positions = torch.from_numpy(np.stack([rows, places])).to(device)
+        return compute_logits(model, inputs, *positions).to(device)
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:

@@ -90,12 +90,8 @@ class PackedForward:
             "use_cache": False,
             "return_dict": True,
         }
-
-        def select(states: torch.Tensor) -> torch.Tensor:
-            return states[:, first.results.to(states.device)]
-
         with self._layout.attending(functools.partial(_attend, device_plan, self.storage)):
-            return compute_logits(self._model, inputs, select)[0].to(self._device)
+            return compute_logits(self._model, inputs, 0, first.results).to(self._device)
 
 
 def _attend(  # noqa: PLR0917 - as `Attend`

@@ -230,9 +230,7 @@ class KernelSteps:
         }
         attend = functools.partial(step_attention, self._storage, size, tensors)
         with self._layout.attending(attend):
-            return compute_logits(
-                self._served.model, arguments, lambda states: states[:, tensors.results]
-            )[0]
+            return compute_logits(self._served.model, arguments, 0, tensors.results)
 
     def _refuse(self, reason: str) -> None:
         """Compute all further steps without kernels."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -94,19 +94,19 @@ class SegmentForward(abc.ABC):
             tokens = np.arange(len(batch.tokens))
             stages = [Segments(tokens, np.ones_like(tokens))]
         for stage in stages:
-            pasts = batch.positions[stage.firsts]
-            paths = [batch.slots[row] for row in batch.rows[stage.firsts].tolist()]
-            for members, shared in self._groups(paths, pasts, len(batch.trunk)):
+            for members, shared in self._groups(batch, stage):
                 part = stage.of(members)
-                for indices in plan_segments(part.counts, pasts[members], self._limits, shared):
+                pasts = batch.positions[part.firsts]
+                for indices in plan_segments(part.counts, pasts, self._limits, shared):
                     yield part.of(indices), shared
 
-    def _groups(
-        self, paths: Sequence[Slots], pasts: Integers64, trunk: int
-    ) -> Iterable[tuple[Integers64, int]]:
-        if self.shares_pasts:
-            return groups_with_shared_pasts(paths, pasts, trunk)
-        return [(np.arange(len(paths)), 0)]
+    def _groups(self, batch: TokenBatch, stage: Segments) -> Iterable[tuple[Integers64, int]]:
+        """Return the segments of each group, and how many first slots their pasts share."""
+        if not self.shares_pasts:
+            return [(np.arange(len(stage.firsts)), 0)]
+        paths = [batch.slots[row] for row in batch.rows[stage.firsts].tolist()]
+        pasts = batch.positions[stage.firsts]
+        return groups_with_shared_pasts(paths, pasts, len(batch.trunk))
 
 
 class PassLogits:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy.ma  # noqa: F401 - numpy imports it at its first use, which takes 5,000 blocks
 import psutil
 import torch
 

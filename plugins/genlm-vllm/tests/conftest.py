@@ -49,8 +49,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the conformance suite last: its engine lives until the end of the process."""
-    items.sort(key=lambda item: item.path.name == "test_conformance.py")
+    """Put the conformance suite last: its engine lives until another target is checked."""
+    last = {"test_accelerator.py", "test_conformance.py"}
+    items.sort(key=lambda item: item.path.name in last)
 
 
 @pytest.fixture(scope="session", autouse=True)

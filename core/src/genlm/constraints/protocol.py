@@ -207,7 +207,8 @@ def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:
     One number is the `log_potential` of all members.
 
     Raises:
-        ValueError: There is no value for each member, or `finished` are not booleans.
+        ValueError: The attribute does not have a value for each member, or the values of
+            `finished` are not booleans.
     """
     full_name, shape = f"{type(constraint).__name__}.{name}", (len(constraint),)
     values = host_array(getattr(constraint, name), full_name)

@@ -17,7 +17,7 @@ from genlm.prefix.pass_layout import PassLayout
 from genlm.prefix.shared_pasts import groups_with_shared_pasts
 
 # Segments of up to this many tokens are computed faster as separate tokens than in stages.
-_MAX_RUN = 8
+_SHORT_TOKENS = 8
 
 
 class SegmentForward(abc.ABC):
@@ -90,7 +90,7 @@ class SegmentForward(abc.ABC):
         """Yield the segments of each pass, and how many first slots their pasts share."""
         longest = int(batch.segments.counts.max())
         stages = batch.stages() if longest > 1 else [batch.segments]
-        if len(stages) > 1 and longest <= _MAX_RUN:
+        if len(stages) > 1 and longest <= _SHORT_TOKENS:
             tokens = np.arange(len(batch.tokens))
             stages = [Segments(tokens, np.ones_like(tokens))]
         for stage in stages:

@@ -35,7 +35,7 @@ _LOGITS_HINT = (
 )
 
 _TIMEOUT_HINT = (
-    "if the engine has a step of its own: it must return a Completion for each submitted "
+    "if the engine implements step, the steps must return a Completion for each submitted "
     "query, with the query_id of the query"
 )
 

@@ -8,7 +8,10 @@ import numpy as np
 
 import genlm.core.model.draw_settings
 import genlm.core.model.member_scores
+import genlm.core.rows.group_reductions
 from genlm import BatchEngine, Query
+from genlm.core.model.draw_settings import DrawSettings
+from genlm.core.model.members import Members
 from genlm.core.model.population import Population
 from genlm.core.queries.generations import Lineage
 from genlm.core.queries.query import GroupValues
@@ -105,6 +108,44 @@ def mask_index_ignored(row_masks):
             super().__init__(masks, count, size, in_turn)
 
     return Broken
+
+
+@core_mutant(Members, "truncate", killed_by="random-populations-agree-with-the-oracle")
+def truncated_members_stay_finished(truncate):
+    """Keeps members finished whose last tokens are removed."""
+    return lambda self, lengths: truncate(self, lengths).finish(self.finished)
+
+
+@core_mutant(Members, "_parts", killed_by="random-populations-agree-with-the-oracle")
+def concatenations_begin_with_the_first_step(parts):
+    """Draws from a concatenation with the random numbers of the first step."""
+    return property(lambda self: (*parts.fget(self)[:-1], 0))
+
+
+@core_mutant(
+    DrawSettings,
+    "weights_unless_equal",
+    killed_by="random-populations-agree-with-the-oracle",
+)
+def settings_ignored_by_log_probabilities(weights_unless_equal):
+    """Returns the model's log-probabilities, whatever the settings of draws are."""
+    return lambda self, size: None
+
+
+@core_mutant(
+    genlm.core.rows.group_reductions,
+    "batch_draw_without_replacement",
+    killed_by="random-populations-agree-with-the-oracle",
+)
+def draws_with_replacement(draw):
+    """Draws the first token of a member again."""
+
+    def broken(*arguments):
+        drawn = draw(*arguments)
+        ids = drawn.token_ids[:, :1].expand_as(drawn.token_ids)
+        return drawn._replace(token_ids=ids.contiguous())
+
+    return broken
 
 
 @core_mutant(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_programs import run_programs
+from population_programs import run_population_programs
 
 import genlm
 from genlm import AsyncLM
@@ -50,7 +50,7 @@ def test_members_have_the_rows_of_their_sequences(
     path = "slot_cache" if name in OWN_ATTENTION else "packed"
     engine = serve(model, tokenizer, slots, path)
     with AsyncLM(lambda: engine) as lm:
-        run_programs(lm, Oracle(model).row, [range(3, 23), (3, 4), (3,)])
+        run_population_programs(lm, Oracle(model).row)
         assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
 
 
@@ -62,7 +62,7 @@ def test_members_that_are_divided_into_small_clusters_have_the_same_rows(
     torch.manual_seed(6)
     model = build_model(CASES[name][0], **CASES[name][1])
     with AsyncLM(lambda: serve(model, tokenizer)) as lm:
-        run_programs(lm, Oracle(model).row, [range(3, 23), range(5, 12), range(3, 10)])
+        run_population_programs(lm, Oracle(model).row)
 
 
 def test_members_have_the_rows_of_their_adapter(

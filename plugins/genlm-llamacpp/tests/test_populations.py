@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_programs import run_programs
+from population_programs import run_population_programs
 
 from genlm import AsyncLM, OutputCache, PopulationError
 from genlm_llamacpp.conformance import TinyGguf
@@ -47,13 +47,8 @@ def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None
     engine = model.engine(**options)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
         for seed in range(3):
-            run_programs(
-                lm,
-                model.logprobs,
-                [range(3, 23), (3, 4, 5)],
-                seed=seed,
-                tolerance=TOLERANCE[family],
-                most_tokens=50,
+            run_population_programs(
+                lm, model.logprobs, seed=seed, programs=2, tolerance=TOLERANCE[family]
             )
             if family != "mamba":
                 check_memory(engine)
@@ -159,8 +154,7 @@ def test_adapters_have_sequences_of_their_own(llama: TinyGguf) -> None:
     with AsyncLM(llama.engine, output_cache=OutputCache(0)) as lm:
         for name in ("red", "blue"):
             lm.load_lora(llama.adapters[name], name)
-        prompts = [range(30, 42)] * 3
-        run_programs(lm, llama.logprobs, prompts, adapters=(None, "red", "blue"))
+        run_population_programs(lm, llama.logprobs, adapters=(None, "red", "blue"))
 
 
 @pytest.mark.parametrize("error", [CacheFullError, RuntimeError])

@@ -9,6 +9,7 @@ OF_ROWS = [
     "batch-equals-map",
     "populations-equal-lists",
     "prefixes-equal-fresh-evaluation",
+    "random-populations-agree-with-the-oracle",
     "random-programs-agree-with-the-oracle",
     "rows-are-right",
     "scores-equal-the-loop-over-rows",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architecture_tables import read_table
-from random_programs import run_programs
+from population_programs import run_population_programs
 
 from genlm import AsyncLM, OutputCache, PopulationError
 from genlm.prefix import PrefixRows, TokenBatch, padding
@@ -82,7 +82,7 @@ def test_members_have_the_rows_of_their_sequences(
     model = TinyModel.of(tmp_path, families()[name])
     engine = serve(model, slots)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        run_programs(lm, model.logprobs, [range(3, 23), (3, 4), (3,)], most_tokens=40)
+        run_population_programs(lm, model.logprobs, max_length=40)
         assert counted.tokens
         used = engine.statistics()
         assert int(used["kv_bytes_used"]) <= int(used["kv_budget_bytes"])
@@ -95,13 +95,13 @@ def test_families_with_a_prefix_tree_have_right_populations(
 ) -> None:
     model = TinyModel.of(tmp_path, SERVED[name])
     with AsyncLM(lambda: serve(model), output_cache=OutputCache(0)) as lm:
-        run_programs(
+        run_population_programs(
             lm,
             model.logprobs,
-            [range(3, 10), (3, 4, 5)],
+            programs=2,
             steps=6,
             tolerance=max(1e-4, TABLE[name].bound or 0),
-            most_tokens=16,
+            max_length=16,
         )
         assert counted.tokens
 
@@ -113,7 +113,7 @@ def test_passes_that_gather_little_have_the_same_rows(
 ) -> None:
     monkeypatch.setattr(padding, "_GATHERED_AT_ONCE", gathered)
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
-        run_programs(lm, llama.logprobs, [(5, 6, 7), (5, 6, 8, 9), (11,)])
+        run_population_programs(lm, llama.logprobs)
 
 
 def test_a_population_that_is_extended_and_resampled_is_gathered_once(
@@ -141,8 +141,7 @@ def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
         for name in ("red", "blue"):
             lm.load_lora(llama.adapters[name], name)
-        prompts = [range(30, 42)] * 3
-        run_programs(lm, llama.logprobs, prompts, adapters=(None, "red", "blue"))
+        run_population_programs(lm, llama.logprobs, adapters=(None, "red", "blue"))
 
 
 def table(trunk: list[int], slots: list[list[int]], **columns: list[int]) -> TokenBatch:

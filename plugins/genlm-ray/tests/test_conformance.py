@@ -4,7 +4,7 @@ A program sends the same messages to its own and to served replicas. Served ones
 with limits, reduce rows apart from the engine, and continue to run.
 """
 
-from random_programs import run_programs
+from population_programs import run_population_programs
 
 from genlm.testing import conformance_tests
 
@@ -25,6 +25,7 @@ OF_SESSIONS = [
     "populations-equal-lists",
     "populations-have-their-adapter",
     "populations-share-the-engine",
+    "random-populations-agree-with-the-oracle",
     "random-programs-agree-with-the-oracle",
     "reductions-are-of-the-row",
     "reductions-use-the-adapter",
@@ -40,5 +41,4 @@ test_served_replicas = conformance_tests("ray", models=["served"], only=OF_SESSI
 
 
 def test_random_programs_on_populations(pair, reference):
-    prompts = [[72, 101], [72, 101, 32], [84]]
-    run_programs(pair, reference.next_token_logprobs_sync, prompts)
+    run_population_programs(pair, reference.next_token_logprobs_sync)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_programs import run_programs
+from population_programs import run_population_programs
 from serving_populations import PROMPT, check
 
 import genlm
@@ -47,8 +47,7 @@ def no_slot_leaks(llm: genlm.AsyncLM) -> Iterator[None]:
 @pytest.mark.usefixtures("no_slot_leaks")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_on_populations(llm: genlm.AsyncLM, tiny: TinyLlama, seed: int) -> None:
-    prompts = [PROMPT, PROMPT[: 30 + seed], PROMPT[:5]]
-    run_programs(llm, tiny.logprobs, prompts, seed=seed, steps=15, adapters=(None, "red"))
+    run_population_programs(llm, tiny.logprobs, seed=seed, steps=15, adapters=(None, "red"))
 
 
 @pytest.mark.usefixtures("no_slot_leaks")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_programs import run_programs
+from population_programs import run_population_programs
 from serving_populations import PROMPT, check, figures
 
 import genlm
@@ -85,10 +85,9 @@ def has_room(llm: genlm.AsyncLM) -> bool:
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_on_populations(llm: genlm.AsyncLM, tiny: TinyLlama, seed: int) -> None:
-    run_programs(
+    run_population_programs(
         llm,
         tiny.logprobs,
-        [PROMPT, PROMPT[: 30 + seed], PROMPT[:5]],
         seed=seed,
         steps=6 if SECOND_RUNNER else 15,
         adapters=(None, "red"),

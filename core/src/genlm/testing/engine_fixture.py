@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from genlm.plugin import describe_error
 from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.diagnosis import diagnose_row
+from genlm.testing.draw_oracle import DrawOracle
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
@@ -324,60 +324,12 @@ class EngineFixture(Fixture):
             f"{subject}, every log-probability within {limit:g}", result, example
         )
 
-    def check_draw(
-        self,
-        logprobs: torch.Tensor,
-        token_id: int,
-        uniform: float,
-        temperature: float,
-        /,
-        draw_logprob: float | None = None,
-        **example: Any,
-    ) -> None:
-        """Raise `CheckFailure` unless a uniform number draws a token, up to rounding.
-
-        If no log-probability is off by more than e, the cumulative distribution at
-        temperature t is off by at most e / 2t: a logit moves by at most 2e / t, and the slope
-        of the logistic function is at most a quarter.
-
-        Args:
-            logprobs: Log-probabilities, `-inf` for tokens that may not be drawn; float64.
-            token_id: The token.
-            uniform: The number that inverts the cumulative distribution.
-            temperature: At 0, the token must be a most likely one.
-            draw_logprob: Log-probability with which the token was drawn; None is not checked.
-            **example: Reported with the failure.
-        """
-        may_be_drawn = 0 <= token_id < len(logprobs) and bool(logprobs[token_id] > -math.inf)
-        expect(may_be_drawn, "a token that may be drawn", token_id, **example)
-        error = self.target.largest_error
-        if temperature == 0:
-            gap = float(logprobs.max() - logprobs[token_id])
-            expect(
-                gap <= 2 * error,  # either of two tokens within the tolerance
-                f"the most likely token, {int(logprobs.argmax())}",
-                f"{token_id}, less likely by {gap:.3g} nats",
-                **example,
-            )
-            return
-        slack = error / (2 * temperature) + 1e-6
-        cumulative = (logprobs / temperature).softmax(-1).cumsum(-1)
-        low = float(cumulative[token_id - 1]) if token_id else 0.0
-        high = float(cumulative[token_id])
-        expect(
-            low - slack <= uniform <= high + slack,
-            f"the token that {uniform:.6f} draws at temperature {temperature:g}",
-            f"{token_id}, drawn by numbers from {low:.6f} to {high:.6f}",
-            **example,
-        )
-        if draw_logprob is not None:
-            probability = math.exp(draw_logprob)
-            expect(
-                abs(probability - (high - low)) <= slack,
-                f"a draw with probability {high - low:.6g}",
-                probability,
-                **example,
-            )
+    def draw_oracle(
+        self, token_ids: Sequence[int], adapter: str | None = None, **settings: Any
+    ) -> DrawOracle:
+        """Return the oracle of a draw after a sequence; for the settings see `DrawOracle`."""
+        row, error = self.expected(token_ids, adapter), self.target.largest_error
+        return DrawOracle(row, error, **settings)
 
     def _single_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         row = self._reference_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)

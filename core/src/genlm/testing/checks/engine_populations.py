@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache, Population
@@ -153,16 +152,16 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
             drawn = fixture.run(population.draw(masks, **options, seed=seed))
             scores = fixture.run(population.score(drawn.token_ids[:, None], masks, **options))
             for member in np.flatnonzero((index != 2) & ~finished).tolist():
-                row = fixture.expected(population[member].token_ids)
-                token = int(drawn.token_ids[member])
-                allowed = torch.where(torch.from_numpy(masks[index[member]]), row, -torch.inf)
+                context, token = population[member].token_ids, int(drawn.token_ids[member])
+                oracle = fixture.draw_oracle(
+                    context, mask=masks[index[member]], temperature=temperatures[member]
+                )
                 found = [drawn.logprobs[member], drawn.log_mass[member]]
-                expected = torch.stack([row[token], allowed.logsumexp(0)])
+                expected = fixture.expected(context)[token], oracle.log_mass
                 fixture.check_logprobs(found, expected, member=member)
                 uniform = stream_uniform(seeds[member], step)
                 for logprob in (drawn.draw_logprob[member], scores[member, 0]):
-                    temperature = temperatures[member]
-                    fixture.check_draw(allowed, token, uniform, temperature, float(logprob))
+                    oracle.check(token, uniform, float(logprob), member=member)
             for member in np.flatnonzero((index == 2) | finished).tolist():
                 mass = 0.0 if finished[member] else -np.inf
                 columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]

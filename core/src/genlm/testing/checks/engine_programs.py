@@ -13,6 +13,8 @@ from genlm import AsyncLM, Capability, Context, OutputCache, QueryResetError
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
+from genlm.testing.population_program import CALLS as POPULATION_CALLS
+from genlm.testing.population_program import PopulationProgram
 from genlm.testing.strategies import TokenTuple, near_misses
 
 CACHE_SIZE = 2
@@ -66,6 +68,39 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
         holds,
         sequences=st.lists(fixture.sequences(shorter_by=1), min_size=1, max_size=SEQUENCES),
         parts=st.lists(part, min_size=1, max_size=6),
+    )
+
+
+@engine_check()
+def random_populations_agree_with_the_oracle(fixture: EngineFixture) -> None:
+    """Every result is right in any concurrent programs of populations on one engine."""
+    lora = Capability.LORA in fixture.lm.capabilities
+    adapters = [None, *(fixture.target.adapters if lora else ())]
+    variants = [{}] if fixture.target.shared else [{}, *fixture.target.tight_options]
+    models = [
+        fixture.load(adapters=lora, engine_options=options, output_cache=OutputCache(0))
+        for options in variants
+    ]
+
+    def holds(first: list[str], second: list[str], seed: int, model: int) -> None:
+        programs = [
+            PopulationProgram(fixture, models[model], seed + place, adapters)
+            for place in range(2)
+        ]
+        runs = zip(programs, (first, second), strict=True)
+        fixture.gather(program.run(calls) for program, calls in runs)
+        pending = models[model].statistics().pending
+        expect(pending == 0, "nothing pending", pending)
+
+    every_call = st.permutations(POPULATION_CALLS)
+    examples = max(3, fixture.profile.max_examples // 6) * len(models)
+    fixture.for_all(
+        holds,
+        examples=examples,
+        first=every_call,
+        second=every_call,
+        seed=st.integers(0, 2**32 - 1),
+        model=st.integers(0, len(models) - 1),
     )
 
 

@@ -155,56 +155,22 @@ def _states_of_generators(draws: int = 1) -> dict[str, bytes]:
 
 
 def _check_drawn(
-    fixture: EngineFixture, context: TokenTuple, drawn: DrawnToken, **arguments: Any
+    fixture: EngineFixture,
+    context: TokenTuple,
+    drawn: DrawnToken,
+    *,
+    seed: int,
+    how: str,
+    **settings: Any,
 ) -> None:
     """Raise `CheckFailure` unless the seed draws the token, up to rounding."""
-    row, temperature = fixture.expected(context), arguments.get("temperature", 1.0)
-    allowed = torch.full_like(row, -math.inf)
-    ids = arguments.get("mask", list(range(len(row))))
-    allowed[ids] = row[ids]
-    bias = arguments.pop("bias", None)
-    if bias is not None:
-        allowed += torch.as_tensor(bias).to(allowed)
-    is_normalised = bias is None and "mask" not in arguments
-    mass = torch.tensor(0.0) if is_normalised else allowed.logsumexp(-1)
-    expected = torch.stack([row[drawn.token_id], mass])
-    fixture.check_logprobs([drawn.logprob, drawn.log_mass], expected, drawn=drawn, **arguments)
-    allowed, is_near = _truncate(fixture, allowed, **arguments)
-    if is_near:  # rounding decides which tokens are within the limits
-        expect(bool(allowed[drawn.token_id] > -math.inf), "a token within the limits", drawn)
-        return
-    uniform, logprob = stream_uniform(arguments["seed"], len(context)), drawn.draw_logprob
-    fixture.check_draw(allowed, drawn.token_id, uniform, temperature, logprob, **arguments)
-
-
-def _truncate(
-    fixture: EngineFixture,
-    logprobs: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, bool]:
-    """Return the row of the tokens within limits, and whether rounding may change them."""
-    ordered, ids = logprobs.sort(descending=True, stable=True)
-    gap = 2 * fixture.target.largest_error
-    count, is_near = top_k or len(ids), False
-    if top_p is not None:
-        share = (ordered / temperature).softmax(-1).cumsum(-1)
-        count = int((share < top_p).sum()) + 1
-        is_near = bool(((share - top_p).abs() < gap / temperature).any())
-    if min_p:
-        least = ordered[0] + temperature * math.log(min_p)
-        count = int((ordered > least - gap).sum())
-        is_near = bool(((ordered - least).abs() < gap).any())
-    if count < len(ids):
-        is_near = is_near or bool(ordered[count - 1] - ordered[count] < gap)
-    truncated = torch.full_like(logprobs, -math.inf)
-    top_ids = ids[: count + 1] if is_near else ids[:count]
-    truncated[top_ids] = logprobs[top_ids]
-    return truncated, is_near
+    oracle = fixture.draw_oracle(context, **settings)
+    example = {"how": how, **settings, "bias": settings.get("bias") is not None}
+    expected = fixture.expected(context)[drawn.token_id], oracle.log_mass
+    found = [drawn.logprob, drawn.log_mass]
+    fixture.check_logprobs(found, expected, drawn=drawn, **example)
+    uniform = stream_uniform(seed, len(context))
+    oracle.check(drawn.token_id, uniform, drawn.draw_logprob, **example)
 
 
 @engine_check()

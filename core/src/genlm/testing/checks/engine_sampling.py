@@ -37,8 +37,8 @@ def samples_are_those_of_the_seed(fixture: EngineFixture) -> None:
             for position, token_id in enumerate(continuation):
                 before = (*prompt, *continuation[:position])
                 uniform = stream_uniform(seed, position)
-                row = fixture.expected(before)
-                fixture.check_draw(row, token_id, uniform, temperature, before=before)
+                oracle = fixture.draw_oracle(before, temperature=temperature)
+                oracle.check(token_id, uniform, before=before)
         fixture.lm.clear_output_cache()
 
 

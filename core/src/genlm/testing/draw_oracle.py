@@ -1,0 +1,212 @@
+"""`DrawOracle`: which tokens a draw from a row may return, and with which probabilities.
+
+`random_settings` chooses settings of draws from the members of a population.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from genlm.testing.check import expect
+
+_LIMITS: tuple[Mapping[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2})
+
+
+class DrawOracle:
+    """Checks draws from a row with given settings, up to rounding.
+
+    If no log-probability is off by more than e, the cumulative distribution at temperature t is
+    off by at most e / 2t: a logit moves by at most 2e / t, and the slope of the logistic
+    function is at most a quarter.
+
+    Args:
+        row: Log-probabilities, float64.
+        error: Maximum error of a log-probability.
+        mask: The allowed tokens: ids, or a flag for each id; None for all.
+        bias: Addend of the log-probabilities, an array of the same shape; None for 0.
+        temperature: Temperature; at 0, only a most likely token may be drawn.
+        top_k: As `Population.draw`, and so are the further arguments.
+        top_p: Limit of the draw.
+        min_p: Limit of the draw.
+
+    Attributes:
+        log_mass: Log-mass of the allowed tokens.
+        is_impossible: Whether no token may be drawn.
+    """
+
+    def __init__(
+        self,
+        row: torch.Tensor,
+        error: float,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> None:
+        self._error, self._temperature = error, temperature
+        self._limits = top_k, top_p, min_p
+        logprobs = row if bias is None else row + torch.as_tensor(bias).to(row)
+        if mask is not None:
+            allowed = torch.full_like(logprobs, -math.inf)
+            allowed_ids = torch.as_tensor(mask)
+            allowed[allowed_ids] = logprobs[allowed_ids]
+            logprobs = allowed
+        self._logprobs = logprobs
+        is_normalised = mask is None and bias is None
+        self.log_mass = 0.0 if is_normalised else float(logprobs.logsumexp(0))
+        self._limit()
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether no token may be drawn."""
+        return bool(self._logprobs.max() == -math.inf)
+
+    def without(self, token_id: int) -> DrawOracle:
+        """Return the oracle of a draw from the other tokens."""
+        others = self._logprobs.clone()
+        others[token_id] = -math.inf
+        top_k, top_p, min_p = self._limits
+        return DrawOracle(
+            others,
+            self._error,
+            temperature=self._temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+        )
+
+    def check(
+        self,
+        token_id: int,
+        uniform: float | None,
+        draw_logprob: float | None = None,
+        /,
+        **example: Any,
+    ) -> None:
+        """Raise `CheckFailure` unless a uniform number draws a token.
+
+        Args:
+            token_id: The token.
+            uniform: The number that inverts the cumulative distribution; with None, any token
+                may be drawn that has a probability.
+            draw_logprob: Log-probability with which the token was drawn; None is not checked.
+            **example: Reported with the failure.
+        """
+        limited, temperature = self._limited, self._temperature
+        may_be_drawn = 0 <= token_id < len(limited) and bool(limited[token_id] > -math.inf)
+        expect(may_be_drawn, "a token that may be drawn", token_id, **example)
+        if self._is_near:  # rounding decides which tokens are within the limits
+            return
+        if temperature == 0:
+            gap = float(limited.max() - limited[token_id])
+            expect(
+                gap <= 2 * self._error,  # either of two tokens within the tolerance
+                f"the most likely token, {int(limited.argmax())}",
+                f"{token_id}, less likely by {gap:.3g} nats",
+                **example,
+            )
+            return
+        if uniform is not None:
+            cumulative = (limited / temperature).softmax(-1).cumsum(-1)
+            low = float(cumulative[token_id - 1]) if token_id else 0.0
+            high = float(cumulative[token_id])
+            expect(
+                low - self._slack <= uniform <= high + self._slack,
+                f"the token that {uniform:.6f} draws at temperature {temperature:g}",
+                f"{token_id}, drawn by numbers from {low:.6f} to {high:.6f}",
+                **example,
+            )
+        if draw_logprob is not None:
+            self.check_logprob(token_id, draw_logprob, **example)
+
+    def check_logprob(self, token_id: int, draw_logprob: float, /, **example: Any) -> None:
+        """Raise `CheckFailure` unless a token, drawn or not, has this log-probability.
+
+        Nothing is checked at temperature 0, or if rounding decides about the limits.
+        """
+        if self._is_near or self._temperature == 0:
+            return
+        expected = float((self._limited / self._temperature).softmax(-1)[token_id])
+        found = math.exp(draw_logprob)
+        expect(
+            abs(found - expected) <= self._slack,
+            f"a draw with probability {expected:.6g}",
+            found,
+            **example,
+        )
+
+    @property
+    def _slack(self) -> float:
+        """Maximum error of a probability."""
+        return self._error / (2 * self._temperature) + 1e-6
+
+    def _limit(self) -> None:
+        """Determine the tokens within the limits, and whether rounding may change them."""
+        top_k, top_p, min_p = self._limits
+        ordered, ids = self._logprobs.sort(descending=True, stable=True)
+        gap, temperature = 2 * self._error, self._temperature
+        count, is_near = top_k or len(ids), False
+        if top_p is not None:
+            share = (ordered / temperature).softmax(-1).cumsum(-1)
+            count = int((share < top_p).sum()) + 1
+            is_near = bool(((share - top_p).abs() < gap / temperature).any())
+        if min_p is not None:
+            least = ordered[0] + temperature * math.log(min_p)
+            count = int((ordered > least - gap).sum())
+            is_near = bool(((ordered - least).abs() < gap).any())
+        if count < len(ids):
+            is_near = is_near or bool(ordered[count - 1] - ordered[count] < gap)
+        top_ids = ids[: count + 1] if is_near else ids[:count]
+        self._limited = torch.full_like(self._logprobs, -math.inf)
+        self._limited[top_ids] = self._logprobs[top_ids]
+        self._is_near = is_near
+
+
+class DrawSettings(NamedTuple):
+    """Settings of draws: the arguments, and those of the `DrawOracle` of each member."""
+
+    options: dict[str, Any]
+    of_members: list[dict[str, Any]]
+
+
+def random_settings(
+    generator: np.random.Generator, count: int, size: int, *, has_limits: bool
+) -> DrawSettings:
+    """Choose masks, temperatures, biases and limits of draws from a population.
+
+    Args:
+        generator: Random generator.
+        count: Number of members.
+        size: Number of ids in the vocabulary.
+        has_limits: Whether top-k, top-p and min-p are among the settings.
+    """
+    limits = _LIMITS[generator.integers(len(_LIMITS))] if has_limits else {}
+    options: dict[str, Any] = dict(limits)
+    of_members: list[dict[str, Any]] = [dict(limits) for _ in range(count)]
+    if generator.integers(2):
+        masks = generator.random((3, size)) < 0.5
+        masks[0] = generator.integers(2)  # all tokens, or none
+        index = generator.integers(0, 3, count)
+        options |= {"masks": masks, "mask_index": index}
+        if generator.integers(2):
+            options = {**limits, "masks": masks[index]}
+        for settings, mask in zip(of_members, masks[index], strict=True):
+            settings["mask"] = mask
+    if generator.integers(2):
+        options["temperature"] = generator.uniform(0.5, 2.0, count)
+        for settings, temperature in zip(of_members, options["temperature"], strict=True):
+            settings["temperature"] = float(temperature)
+    if not generator.integers(3):
+        options["bias"] = generator.normal(size=(count, size))
+        options["bias"][:, ::5] = -np.inf
+        for settings, bias in zip(of_members, options["bias"], strict=True):
+            settings["bias"] = bias
+    return DrawSettings(options, of_members)

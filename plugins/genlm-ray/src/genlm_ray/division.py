@@ -20,6 +20,7 @@ much, at most, as if the best time for it had been known before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -110,7 +111,7 @@ def division_of(request: Request) -> Division:
     if isinstance(root.state, Division):
         return _balanced(root.state.extended(generation, root), request, count)
     if count > 1:
-        return _assigned(request, count)
+        return _assigned(request, _assignment(request, count))
     base = Generation(root.lineage)
     base.joined = placed_sources(root)
     part = base if lineage is root.lineage else Generation(lineage, base)
@@ -134,33 +135,45 @@ def placed_sources(generation: Generation) -> list[Source]:
     return placed
 
 
+class _Assignment(NamedTuple):
+    """Sequences of a generation in new parts with equal numbers of requested rows.
+
+    Attributes:
+        part_of: Index of the part of each sequence, shape `(n,)`.
+        sources: Generations that the replica of each part has, none for a part of any replica.
+        is_moved: Which of the requested sequences are moved from a replica to another one,
+            shape `(d,)`.
+    """
+
+    part_of: _Integers64
+    sources: list[list[Source]]
+    is_moved: npt.NDArray[np.bool_]
+
+
 def _balanced(division: Division, request: Request, count: int) -> Division:
     """Return the division of an extended generation, or a division into `count` other parts."""
-    wanted, sessions = request.wanted, request.sessions
-    holders = [holder_of(part, sessions) for part in division.parts]
-    # The part of a lost replica counts as that of another one.
-    numbers = [-1 - i if session is None else session for i, session in enumerate(holders)]
-    distinct = list(dict.fromkeys(numbers))
-    holder = np.array([distinct.index(number) for number in numbers])[division.part_of]
-    rows = np.bincount(holder[wanted], minlength=len(distinct))
-    count = max(count, min(len(distinct), len(wanted) // MIN_ROWS), 1)
+    wanted = request.wanted
+    sizes = np.bincount(division.part_of[wanted], minlength=len(division.parts)).tolist()
+    rows: Counter[int] = Counter()  # by session
+    for index, part in enumerate(division.parts):
+        session = holder_of(part, request.sessions)
+        # The part of a lost replica counts as that of another one.
+        rows[-1 - index if session is None else session] += sizes[index]
+    count = max(count, min(len(rows), len(wanted) // MIN_ROWS), 1)
     share = -(-len(wanted) // count)
-    excess = int(rows.max()) - share
+    excess = max(rows.values()) - share
     if excess <= 0:
         return division
     excess += division.excess
     if excess < max(division.next_check, len(wanted) // 16):  # not worth it
         return replace(division, excess=excess)
-    part_of, held = _assignment(holder, len(distinct), wanted, count)
-    is_moved = held[part_of[wanted]] != holder[wanted]
-    if not _reaches_cost(excess, request, part_of, is_moved):
+    assignment = _assignment(request, count)
+    if not _reaches_cost(excess, request, assignment):
         return replace(division, excess=excess, next_check=int(1.25 * excess) + 1)
-    return _assigned(request, count)
+    return _assigned(request, assignment)
 
 
-def _reaches_cost(
-    excess: int, request: Request, part_of: _Integers64, is_moved: npt.NDArray[np.bool_]
-) -> bool:
+def _reaches_cost(excess: int, request: Request, assignment: _Assignment) -> bool:
     """Whether the excess has reached the cost of moving sequences to other replicas.
 
     The cost is that of the part with most tokens to compute again. In a part, tokens that
@@ -169,10 +182,10 @@ def _reaches_cost(
     Args:
         excess: Number of rows.
         request: The request.
-        part_of: Index of the new part of each sequence.
-        is_moved: Which of the requested sequences are moved.
+        assignment: The sequences in other parts.
     """
     lineage, wanted = request.generation.lineage, request.wanted
+    part_of, _, is_moved = assignment
     places, parts = wanted[is_moved], part_of[wanted[is_moved]]
     # The tokens of prompts that a part does not have.
     lengths = lineage.first.lengths
@@ -190,49 +203,22 @@ def _reaches_cost(
     return False
 
 
-def _assigned(request: Request, count: int) -> Division:
-    """Return a division into `count` parts, each with sequences that one replica has."""
-    lineage = request.generation.lineage
-    sources: dict[int, list[Source]] = {}  # by session
+def _assignment(request: Request, count: int) -> _Assignment:
+    """Assign the sequences of a generation to `count` parts, each of one replica."""
+    wanted = request.wanted
+    by_session: dict[int, list[Source]] = {}
     for source in placed_sources(request.generation):
         session = holder_of(source.generation, request.sessions)
         if session is not None:
-            sources.setdefault(session, []).append(source)
-    holder = np.full(len(lineage), -1)
-    for index, held in enumerate(sources.values()):
+            by_session.setdefault(session, []).append(source)
+    sources = list(by_session.values())
+    holder = np.full(len(request.generation.lineage), -1)  # index in `sources`, or -1
+    for index, held in enumerate(sources):
         for source in held:
             holder[source.places] = index
-    part_of, holder_of_part = _assignment(holder, len(sources), request.wanted, count)
-    places, parts = np.empty(len(lineage), np.int64), []
-    for part, index in enumerate(holder_of_part.tolist()):
-        members = np.flatnonzero(part_of == part)
-        places[members] = np.arange(len(members))
-        generation = Generation(Lineage.of_sequences(lineage.sequences(members)))
-        if index >= 0:
-            common = [source.of(members) for source in [*sources.values()][index]]
-            generation.joined = [source for source in common if len(source.places)]
-        parts.append(generation)
-    return Division(parts, part_of, places)
-
-
-def _assignment(
-    holder: _Integers64, holders: int, wanted: _Integers64, count: int
-) -> tuple[_Integers64, _Integers64]:
-    """Assign sequences to parts with equal numbers of requested rows.
-
-    Args:
-        holder: Index of the replica that has each sequence, -1 if there is none, shape `(n,)`.
-        holders: Number of these replicas.
-        wanted: Indices of the requested sequences.
-        count: Number of parts.
-
-    Returns:
-        The part of each sequence, shape `(n,)`, and the index of the replica of each part, -1
-        for any other replica, shape `(count,)`.
-    """
-    rows = np.bincount(holder[wanted] + 1, minlength=holders + 1)[1:]
+    rows = np.bincount(holder[wanted] + 1, minlength=len(sources) + 1)[1:]
     kept = np.argsort(-rows, kind="stable")[:count]
-    part_of_holder = np.full(holders + 1, -1)  # the last is that of sequences without one
+    part_of_holder = np.full(len(sources) + 1, -1)  # the last is that of sequences without one
     part_of_holder[kept] = np.arange(len(kept))
     part_of = part_of_holder[holder]
     sizes = len(wanted) // count + (np.arange(count) < len(wanted) % count)
@@ -242,4 +228,23 @@ def _assignment(
     room = sizes - np.bincount(part_of[wanted] + 1, minlength=count + 1)[1:]
     part_of[free] = np.repeat(np.arange(count), room)  # neighbours often share a prefix
     part_of[part_of < 0] = 0  # sequences that are not requested
-    return part_of, np.append(kept, np.full(count - len(kept), -1))
+    holder_of_part = np.append(kept, np.full(count - len(kept), -1))
+    return _Assignment(
+        part_of,
+        [sources[index] if index >= 0 else [] for index in holder_of_part.tolist()],
+        holder_of_part[part_of[wanted]] != holder[wanted],
+    )
+
+
+def _assigned(request: Request, assignment: _Assignment) -> Division:
+    """Return the division of an assignment, whose parts continue what their replicas have."""
+    lineage, part_of = request.generation.lineage, assignment.part_of
+    places, parts = np.empty(len(lineage), np.int64), []
+    for part, sources in enumerate(assignment.sources):
+        members = np.flatnonzero(part_of == part)
+        places[members] = np.arange(len(members))
+        generation = Generation(Lineage.of_sequences(lineage.sequences(members)))
+        common = [source.of(members) for source in sources]
+        generation.joined = [source for source in common if len(source.places)]
+        parts.append(generation)
+    return Division(parts, part_of, places)

@@ -120,6 +120,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.engines.transport import PackedCompletions as PackedCompletions
     from genlm.engines.transport import Transport as Transport
     from genlm.engines.transport import picklable_error as picklable_error
+    from genlm.engines.transport import user_code as user_code
     from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.engines.verified import VerifiedFamilies as VerifiedFamilies
     from genlm.engines.verified import check_causal as check_causal

@@ -17,6 +17,7 @@ import torch
 from genlm.core.rows.group_reductions import SharedReduction
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import Draw, DrawnToken, TopK, TopTokens
+from genlm.core.rows.row_functions import ReductionOfFunction
 from genlm.plugin import (
     Completion,
     EvaluationError,
@@ -61,6 +62,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = types.ModuleType("only_in_one_process")
     module.Constant, module.GroupConstant = Constant, GroupConstant
     code = "class Odd(Constant): pass\nclass OddGroup(GroupConstant): pass\nclass Thing: pass"
+    code += "\ndef odd(rows): return rows[:, 0]"
     exec(f"{code}\nclass Unreadable(Exception): pass", vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
@@ -127,14 +129,24 @@ def test_a_reduction_that_cannot_be_pickled_fails_alone() -> None:
         group.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))
 
 
-def test_classes_of_the_main_module_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (Constant, GroupConstant):
-        monkeypatch.setattr(kind, "__module__", "__main__")
+def first_entries(rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, 0]
+
+
+def test_classes_and_functions_of_the_main_module_are_sent_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for named in (Constant, GroupConstant, first_entries):
+        monkeypatch.setattr(named, "__module__", "__main__")
     by_value = Transport("a worker", pytest.importorskip("cloudpickle").dumps)
-    packed = by_value.pack_outputs([Constant(lambda: 3), GroupConstant(2)])
-    function, positions = by_value.unpack_outputs(packed)
+    outputs = [Constant(lambda: 3), GroupConstant(2), ReductionOfFunction(first_entries)]
+    with monkeypatch.context() as here:
+        here.setattr(sys.modules["__main__"], "first_entries", first_entries, raising=False)
+        packed = by_value.pack_outputs(outputs)
+    function, positions, entries = by_value.unpack_outputs(packed)
     assert computed(function)() == 3
     assert positions.value == 2
+    assert computed(entries) == 0
 
 
 def test_a_reduction_that_cannot_be_loaded_fails_alone(
@@ -145,14 +157,16 @@ def test_a_reduction_that_cannot_be_loaded_fails_alone(
         TopK(3),
         elsewhere.OddGroup(1),
         SharedReduction(elsewhere.Odd(1)),
+        ReductionOfFunction(elsewhere.odd),
         GroupConstant(2),
     ]
     packed = TRANSPORT.pack_outputs(outputs)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
-    odd, top, group, shared, known = TRANSPORT.unpack_outputs(packed)
+    odd, top, group, shared, function, known = TRANSPORT.unpack_outputs(packed)
     assert top == TopK(3)
     assert known.value == 2
-    assert "cannot be loaded in a worker, where its module" in str(computed(odd))
+    for single in (odd, function):
+        assert "cannot be loaded in a worker, where its module" in str(computed(single))
     for reduction in (group, shared):
         with pytest.raises(EvaluationError, match="cannot be loaded in a worker"):
             reduction.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))

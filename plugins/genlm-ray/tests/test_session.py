@@ -9,21 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from genlm import DrawnToken, get_backend
+from genlm.core.rows.group_reductions import TopColumns
 from genlm.core.rows.reductions import Draw
 from genlm.core.rows.row_functions import ColumnsOfFunction, ReductionOfFunction
 from genlm.plugin import (
     Completion,
     EvaluationError,
+    Generation,
+    GroupQuery,
     GroupReduction,
+    Lineage,
     Query,
     Reduction,
 )
 from genlm_ray import client_reductions
-from genlm_ray.client_reductions import SHARED_ROWS, _is_client_code, has_client_code
+from genlm_ray.client_reductions import SHARED_ROWS, has_client_code
 from genlm_ray.session import Session, SharedEngine
 from genlm_ray.wire import pack_queries, unpack_queries
 
@@ -63,7 +68,10 @@ class Gated:
 def test_functions_of_rows_are_user_code_like_classes():
     """Replicas that several programs share call them on a thread of the program."""
     assert has_client_code(Query(0, (1,), outputs=(ReductionOfFunction(len),)))
-    assert _is_client_code(ColumnsOfFunction(lambda rows: rows))
+    generation, nothing = Generation(Lineage.of_sequences([])), np.arange(0)
+    for reduction, expected in ((ColumnsOfFunction(len), True), (TopColumns(2), False)):
+        query = GroupQuery(0, generation, nothing, nothing, reduction)
+        assert has_client_code(query) == expected
     assert not has_client_code(Query(0, (1,), outputs=(Draw(0.5), None)))
 
 

@@ -1,7 +1,7 @@
 """`Transport`: requested outputs and results that are sent between processes.
 
 Values of a class are pickled together, tensors as arrays. A value that cannot be
-pickled, or whose class the other process cannot import, fails alone.
+pickled, or whose class or function the other process cannot import, fails alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -25,10 +26,13 @@ from genlm.core.queries.query import (
     Reduction,
 )
 
-_SAFE = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
-"""Classes that every process can load, besides those of genlm itself."""
+_SAFE = frozenset({bool, bytes, float, int, str, type(None), np.ndarray, torch.Tensor})
+"""Classes that every process can load, besides those of `_OWN`."""
 
-_RESULT, _ERROR = -1, -2
+_OWN = ("genlm.core.", "genlm.engines.")
+"""Packages whose classes every process can load."""
+
+_SINGLE = -1
 
 _SEPARATE_BYTES = 2**20
 """Size from which on arrays are not a part of pickled bytes, which would copy them."""
@@ -37,7 +41,7 @@ _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Part(NamedTuple):
-    """Values of a class that are pickled together.
+    """Values of a class, or with a function, that are pickled together.
 
     Attributes:
         places: Places of the values.
@@ -77,8 +81,8 @@ class Transport:
 
     Args:
         process: Name of the engine's process in messages, such as "a replica".
-        dumps_by_value: Pickles what `pickle` cannot, and classes of the main module, such as
-            `cloudpickle.dumps`; by default only importable classes are sent.
+        dumps_by_value: Pickles what `pickle` cannot, and classes and functions of the main
+            module, such as `cloudpickle.dumps`; by default only importable ones are sent.
     """
 
     def __init__(
@@ -116,10 +120,8 @@ class Transport:
         return outputs
 
     def _unsendable_output(self, output: Any, error: Exception) -> object:
-        message = (
-            f"{_kind(output).__name__} cannot be sent to {self._process}: "
-            f"{describe_error(error)}"
-        )
+        code = user_code(output) or type(output)
+        message = f"{code.__name__} cannot be sent to {self._process}: {describe_error(error)}"
         return _undeliverable(message, isinstance(output, GroupReduction))
 
     # -- results ----------------------------------------------------------------------
@@ -148,20 +150,16 @@ class Transport:
         self, completions: Sequence[Completion], vocab_size: int
     ) -> PackedCompletions:
         ids: list[tuple[int, bool]] = []  # with `is_checked`
-        # Number of values of each `Reduced`, or `_RESULT` or `_ERROR`.
-        counts: list[int] = []
+        counts: list[int] = []  # number of values of each `Reduced`, or `_SINGLE`
         values: list[Any] = []
         for query_id, result, error, is_checked in completions:
             ids.append((query_id, is_checked))
-            if error is not None:
-                counts.append(_ERROR)
-                values.append(error)
-            elif type(result) is Reduced:
+            if error is None and type(result) is Reduced:
                 counts.append(len(result.values))
                 values += result.values
             else:
-                counts.append(_RESULT)
-                values.append(result)
+                counts.append(_SINGLE)
+                values.append(result if error is None else error)
         blocks: list[tuple[int, torch.Tensor]] = []  # places of results, and their rows
         for place, value in enumerate(values):
             if _is_row(value, vocab_size):
@@ -221,17 +219,15 @@ class Transport:
     def _pack(
         self, values: Sequence[Any], substitute: Callable[[Any, Exception], object]
     ) -> PackedValues:
-        """Pickle the values that every process can load together, and others by class.
+        """Pickle the values that every process can load together, and others by `user_code`.
 
         Args:
             values: The values.
             substitute: Function that returns the replacement of a value that cannot be pickled.
         """
-        groups: dict[tuple[type | None, bool], tuple[list[int], list[Any]]] = {}
+        groups: dict[tuple[object, bool], tuple[list[int], list[Any]]] = {}
         for place, value in enumerate(values):
-            kind = _kind(value)
-            is_safe = kind in _SAFE or kind.__module__.startswith("genlm.")
-            key = (None if is_safe else kind, isinstance(value, GroupReduction))
+            key = (user_code(value), isinstance(value, GroupReduction))
             places, members = groups.setdefault(key, ([], []))
             places.append(place)
             members.append(value)
@@ -257,7 +253,8 @@ class Transport:
     def _dumps(self, values: list[Any]) -> tuple[bytes, list[_Bytes]]:
         """Return pickled values, and the memory of their large arrays."""
         by_value = self._dumps_by_value
-        if by_value is None or _kind(values[0]).__module__ != "__main__":
+        module = getattr(user_code(values[0]), "__module__", None)
+        if by_value is None or module != "__main__":
             arrays: list[_Bytes] = []
 
             def is_pickled(buffer: pickle.PickleBuffer) -> bool:
@@ -293,15 +290,19 @@ def _unpack(packed: PackedValues, substitute: Callable[[Exception, bool], object
     return values
 
 
-def _kind(value: Any) -> type:
-    """Return the class that the other process may lack.
+def user_code(value: Any) -> Any:
+    """Return the class or the function of a value that other processes may lack, or None.
 
-    An object of genlm may contain a reduction of the program.
+    An object of genlm may contain a reduction or a function of the program.
     """
-    inner = getattr(value, "reduction", None)
-    while inner is not None and type(value).__module__.startswith("genlm."):
-        value, inner = inner, getattr(inner, "reduction", None)
-    return type(value)
+    kind = type(value)
+    while kind.__module__.startswith(_OWN):
+        inner = getattr(value, "reduction", None)
+        value = getattr(value, "function", None) if inner is None else inner
+        kind = type(value)
+    if kind in _SAFE:
+        return None
+    return value if kind is FunctionType else kind
 
 
 def _is_row(value: object, vocab_size: int) -> bool:

@@ -30,14 +30,13 @@ from genlm.plugin import (
     ReducedText,
     Rows,
     TokenSequence,
+    user_code,
 )
 from genlm_ray.router import AnyQuery
 
 SHARED_ROWS = 64
 """Maximum number of queries in the engine while several drivers have queries, and of rows in
 memory for the user-defined reductions of a driver."""
-
-_TRUSTED = ("genlm.core.", "genlm.engines.", "genlm_ray.")
 
 _TEXT_VALUES = 2**25
 """Maximum number of entries in the rows of a part of a text: 128 MiB. With fewer rows, an
@@ -46,18 +45,8 @@ engine without a prefix cache would need more passes."""
 
 def has_client_code(query: AnyQuery) -> bool:
     """Whether a query requests a user-defined reduction."""
-    if isinstance(query, GroupQuery):
-        return _is_client_code(query.reduction)
-    return any(map(_is_client_code, query.outputs))
-
-
-def _is_client_code(output: Any) -> bool:
-    if output is None:
-        return False
-    if not type(output).__module__.startswith(_TRUSTED):
-        return True
-    wrapped = getattr(output, "reduction", None) or getattr(output, "function", None)
-    return _is_client_code(wrapped)
+    outputs = (query.reduction,) if isinstance(query, GroupQuery) else query.outputs
+    return any(user_code(output) is not None for output in outputs)
 
 
 class ClientEngine(BatchEngine):

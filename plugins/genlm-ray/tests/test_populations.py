@@ -172,7 +172,7 @@ def test_a_replica_stores_the_generation_that_its_driver_computes_of_a_result():
     placed = place_sample(group, sent, PlacedGeneration(0, ~group.query_id, deque()))
     assert placed.places.tolist() == places.tolist()
     later = _group(1, placed.generation, LastColumn(torch.zeros(3)))
-    message = pack_group(later, placed.generation)
+    message = pack_group(later, 0)
     stored = generations.group(message, None, lambda _: None).generation.lineage
     assert [stored.sequence(int(place)) for place in placed.places] == sequences
 
@@ -234,7 +234,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
     def packed(query_id, generation, link):
         driver.router.submit([_group(query_id, generation, rows)])
         [[routed]] = driver.router.take({link.session: 9}).values()
-        return link._pack_group(routed)
+        return pack_group(routed.query, link.session)
 
     def arrived(message):
         return generations.group(message, None, lambda _: None).generation.lineage
@@ -267,7 +267,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
     assert packed(5, unanswered, link).size == 0
     driver.router.reassign_from(0)  # it was lost with its generations
     [[routed]] = driver.router.take({1: 9}).values()
-    assert (routed.query.query_id, other._pack_group(routed).size) == (5, 5)
+    assert (routed.query.query_id, pack_group(routed.query, other.session).size) == (5, 5)
     assert finish(5) is None
     assert list(link.dropped) == [3, 5, ~5]
     assert finish(5, other).query_id == 5
@@ -286,7 +286,7 @@ def test_a_concatenation_continues_generations_of_its_replica():
     for query_id, (generation, number) in enumerate([(first, 1), (second, 0), (third, 1)]):
         driver.router.submit([_group(query_id, generation, rows)])
         [[routed]] = driver.router.take({number: 9}).values()
-        message = driver.links[number]._pack_group(routed)
+        message = pack_group(routed.query, number)
         replicas[number].group(message, None, lambda _: None).generation.keep(query_id)
         driver._complete(Completion(query_id, (), None), driver.links[number])
     parts = [(second, np.array([1])), (first, np.array([0, 1])), (third, np.array([0]))]
@@ -295,7 +295,7 @@ def test_a_concatenation_continues_generations_of_its_replica():
     driver.router.submit([_group(3, longer, rows)])
     [(number, [routed])] = driver.router.take({0: 9, 1: 9}).items()
     assert number == 1  # it has most of the sequences
-    message = driver.links[number]._pack_group(routed)
+    message = pack_group(routed.query, number)
     found = replicas[number].group(message, None, lambda _: None).generation
     assert [source.generation.state for source in found.sources()] == [0, 2]
     for source, expected in zip(found.sources(), longer.sources()[1:], strict=True):

@@ -62,7 +62,7 @@ def test_a_program_may_have_so_many_sequences_of_populations():
 
         async def answered(number):
             group = GroupQuery(number, Generation(lineage), places, places, Rows())
-            request = wire.ReplicaRequest(groups=[wire.pack_group(group, None)])
+            request = wire.ReplicaRequest(groups=[wire.pack_group(group, 0)])
             [completion] = _answers(await served.exchange(1, request))
             return completion.error
 
@@ -184,10 +184,10 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def _group_request(number, generation, base=None):
+def _group_request(number, generation):
     places = np.arange(len(generation.lineage))
     group = GroupQuery(number, generation, places, places, Rows())
-    return ReplicaRequest(groups=[wire.pack_group(group, base)])
+    return ReplicaRequest(groups=[wire.pack_group(group, 0)])
 
 
 def test_contexts_are_released_although_the_queries_of_the_message_are_refused(monkeypatch):
@@ -214,7 +214,7 @@ def test_a_message_may_arrive_after_the_generations_of_its_aborted_queries_are_d
         await served.exchange(1, _group_request(9, first))
         first.keep(wire.PlacedGeneration(0, 9, deque()))
         lineage, _ = first.lineage.extended(np.arange(1), np.arange(1))
-        message = _group_request(10, Generation(lineage, first), first)
+        message = _group_request(10, Generation(lineage, first))
         message.queries = _request([1], [2]).queries
         await served.notify(1, ReplicaRequest(aborted=[0, 10], dropped=[9]))
         await served.notify(1, message)

@@ -9,16 +9,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from genlm.plugin import Count, Generation, GroupQuery, Query, TokenSequence, pack_sequences
+from genlm.plugin import Count, GroupQuery, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
 from genlm_ray.session import Prefix
-from genlm_ray.wire import (
-    PackedGroup,
-    PlacedGeneration,
-    ReplicaRequest,
-    pack_group,
-    pack_queries,
-)
+from genlm_ray.wire import PlacedGeneration, ReplicaRequest, pack_group, pack_queries
 
 
 class Configuration(NamedTuple):
@@ -95,7 +89,11 @@ class ReplicaLink:
                 [item.query for item in queries if isinstance(item.query, Query)],
                 [item.turn for item in queries if isinstance(item.query, Query)],
             ),
-            [self._pack_group(item) for item in queries if isinstance(item.query, GroupQuery)],
+            [
+                pack_group(item.query, self.session)
+                for item in queries
+                if isinstance(item.query, GroupQuery)
+            ],
             self.aborted,
             [self.dropped.popleft() for _ in range(len(self.dropped))],
             turn=turn,
@@ -106,24 +104,6 @@ class ReplicaLink:
             request.released = list(adapters), pack_sequences(sequences)
             self.released = []
         return request
-
-    def _pack_group(self, routed: RoutedQuery) -> PackedGroup:
-        """Pack a group query with the part of its generation that the replica does not have."""
-        group = routed.query
-        assert isinstance(group, GroupQuery)  # noqa: S101 - checked by the caller
-        root = group.generation.root
-        base = root if self._has(root) else None
-        joined = [
-            source._replace(generation=source.generation.state.number)
-            for source in root.joined
-            if self._has(source.generation)
-        ]
-        return pack_group(group, base, joined)
-
-    def _has(self, generation: Generation) -> bool:
-        """Whether the replica has a generation."""
-        state = generation.state
-        return isinstance(state, PlacedGeneration) and state.session == self.session
 
     def place(self, query_id: int) -> PlacedGeneration:
         """Return the state of a generation that the replica has stored under a number."""

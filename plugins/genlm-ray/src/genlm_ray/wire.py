@@ -141,7 +141,13 @@ class PlacedGeneration:
         self._dropped.append(self.number)
 
 
-def holder_of(generation: Generation, sessions: Container[int]) -> int | None:
+def session_of(generation: Generation) -> int | None:
+    """Return the session of the replica that has a generation, None if none has it."""
+    state = generation.state
+    return state.session if isinstance(state, PlacedGeneration) else None
+
+
+def holder_of(generation: Generation, sessions: Container[int | None]) -> int | None:
     """Return the session that has the state of most of the sequences, None if none has any.
 
     Args:
@@ -149,42 +155,33 @@ def holder_of(generation: Generation, sessions: Container[int]) -> int | None:
         sessions: Sessions of replicas that are up.
     """
     root = generation.root
-    states = [(1, root.state), *((len(s.places), s.generation.state) for s in root.joined)]
-    held = [
-        (size, state.session)
-        for size, state in states
-        if isinstance(state, PlacedGeneration) and state.session in sessions
-    ]
+    sizes = [(1, root), *((len(source.places), source.generation) for source in root.joined)]
+    held = [(size, session_of(each)) for size, each in sizes if session_of(each) in sessions]
     return max(held)[1] if held else None
 
 
-def pack_group(
-    group: GroupQuery, base: Generation | None, joined: Sequence[Any] = ()
-) -> PackedGroup:
-    """Pack the query of a population.
-
-    Args:
-        group: The query.
-        base: The query's generation or an earlier one, if the replica has it: its state is a
-            `PlacedGeneration`.
-        joined: `PackedGroup.joined`.
-    """
+def pack_group(group: GroupQuery, session: int) -> PackedGroup:
+    """Pack the query of a population, with what the replica of a session does not have."""
     unset: Any = None  # the replica has another generation, and unpacks the reduction
+    root, lineage = group.generation.root, group.generation.lineage
+    base: Any = root.state.number if session_of(root) == session else None
+    known = None if base is None else root.lineage
     steps: list[tuple[_Integers64, _Integers64]] = []
-    base_number: Any = None if base is None else base.state.number
-    base_lineage = None if base is None else base.lineage
-    lineage = group.generation.lineage
-    while lineage is not base_lineage and lineage.parent is not None:
+    while lineage is not known and lineage.parent is not None:
         steps.append((lineage.ancestors, lineage.token_ids))
         lineage = lineage.parent
-    first = np.arange(0 if lineage is base_lineage else len(lineage))
+    first = np.arange(0 if lineage is known else len(lineage))
     steps.reverse()
     return PackedGroup(
         replace(group, generation=unset, reduction=unset, lease=None),
-        base_number if base is group.generation else group.query_id,
-        base_number,
+        base if session_of(group.generation) == session else group.query_id,
+        base,
         pack_sequences(lineage.sequences(first)),
-        joined,
+        [
+            source._replace(generation=source.generation.state.number)
+            for source in root.joined
+            if session_of(source.generation) == session
+        ],
         steps,
         TRANSPORT.pack_outputs([group.reduction if group.sampling is None else None]),
     )

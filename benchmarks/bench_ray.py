@@ -45,7 +45,8 @@ import genlm
 from genlm.plugin import refresh
 from genlm_ray import division
 from genlm_ray.engine import RayEngine
-from genlm_ray.router import RoutedQuery, Router, row_count
+from genlm_ray.router import RoutedQuery, Router
+from genlm_ray.wire import row_count
 
 POPULATION, PROMPT, STEPS, EVERY = 64, 256, 32, 4
 CONCURRENT = 1000

@@ -32,7 +32,7 @@ from genlm.plugin import (
     TokenSequence,
     user_code,
 )
-from genlm_ray.router import AnyQuery
+from genlm_ray.wire import AnyQuery
 
 SHARED_ROWS = 64
 """Maximum number of queries in the engine while several drivers have queries, and of rows in

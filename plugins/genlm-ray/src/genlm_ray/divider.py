@@ -24,7 +24,7 @@ from genlm.plugin import (
     query_ids,
 )
 from genlm_ray.division import Division, Request, division_of
-from genlm_ray.router import AnyQuery
+from genlm_ray.wire import AnyQuery
 
 _Integers64 = npt.NDArray[np.int64]
 

@@ -37,8 +37,8 @@ from genlm.plugin import (
 )
 from genlm_ray import cluster, serving
 from genlm_ray.link import Configuration, ReplicaLink
-from genlm_ray.router import AnyQuery, RoutedQuery, Router
-from genlm_ray.wire import TRANSPORT, pack_queries, place_sample
+from genlm_ray.router import RoutedQuery, Router
+from genlm_ray.wire import TRANSPORT, AnyQuery, pack_queries, place_sample
 
 logger = logging.getLogger("genlm.ray")
 

@@ -23,8 +23,9 @@ from genlm_ray import cluster, serving
 from genlm_ray.divider import Divider
 from genlm_ray.driver import Driver
 from genlm_ray.link import Configuration, counts
-from genlm_ray.router import AnyQuery, Router
+from genlm_ray.router import Router
 from genlm_ray.spec import ReplicaSpec, Resources, check_seconds
+from genlm_ray.wire import AnyQuery
 
 
 class RayEngine:

@@ -11,8 +11,13 @@ import ray
 
 from genlm.plugin import Count, GroupQuery, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
-from genlm_ray.session import Prefix
-from genlm_ray.wire import PlacedGeneration, ReplicaRequest, pack_group, pack_queries
+from genlm_ray.wire import (
+    PlacedGeneration,
+    Prefix,
+    ReplicaRequest,
+    pack_group,
+    pack_queries,
+)
 
 
 class Configuration(NamedTuple):

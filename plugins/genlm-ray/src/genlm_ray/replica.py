@@ -33,10 +33,9 @@ from genlm.plugin import (
     get_backend,
     picklable_error,
 )
-from genlm_ray.router import AnyQuery
-from genlm_ray.session import Prefix, Session, SharedEngine
+from genlm_ray.session import Session, SharedEngine
 from genlm_ray.spec import ReplicaSpec, versions
-from genlm_ray.wire import TRANSPORT, ReplicaRequest, unpack_queries
+from genlm_ray.wire import TRANSPORT, AnyQuery, Prefix, ReplicaRequest, unpack_queries
 
 logger = logging.getLogger("genlm.ray")
 

@@ -19,13 +19,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from genlm.plugin import GroupQuery, Query, TokenSequence, Turns
 from genlm_ray.division import TOKEN_COST
-from genlm_ray.wire import holder_of
-
-AnyQuery = Query | GroupQuery
+from genlm_ray.wire import AnyQuery, holder_of, row_count
 
 ContextKey = tuple[str | None, bytes]
 """Adapter and complete key of a sequence: sequences with equal hashes must not share rows."""
@@ -94,14 +90,6 @@ class RoutedQuery:
     parent: Context | None
     replica: int = -1
     cost: float = 0.0
-
-
-def row_count(query: AnyQuery) -> int:
-    """Return the number of rows that are computed for a query, without those of its context."""
-    if isinstance(query, GroupQuery):
-        length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
-        return len(query.wanted) * length
-    return 1 + len(query.targets)
 
 
 class Router:

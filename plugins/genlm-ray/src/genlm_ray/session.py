@@ -31,11 +31,7 @@ from genlm.plugin import (
     with_groups,
 )
 from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_code
-from genlm_ray.router import AnyQuery, row_count
-from genlm_ray.wire import Generations
-
-Prefix = tuple[tuple[int, ...], str | None]
-"""Token ids and the driver's name of the adapter."""
+from genlm_ray.wire import AnyQuery, Generations, Prefix, row_count
 
 Running = dict[int, Callable[[], None]]
 """Functions that abort queries, by the driver's query ids."""

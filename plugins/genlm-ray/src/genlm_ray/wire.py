@@ -2,7 +2,8 @@
 
 The sequences of a message share their blocks, so that a common prompt is sent once. For a part
 of a population, only the columns that its replica does not have are sent. The rows of a message
-are one numpy array, which Ray stores and maps without copying.
+are one numpy array, which Ray stores and maps without copying. The modules of drivers and those
+of replicas have only this module and `spec` in common.
 """
 
 from __future__ import annotations
@@ -31,7 +32,21 @@ from genlm.plugin import (
 TRANSPORT = Transport("a replica", ray.cloudpickle.dumps)
 """Packs reductions and results; classes of a program's main module are sent by value."""
 
+AnyQuery = Query | GroupQuery
+
+Prefix = tuple[tuple[int, ...], str | None]
+"""Token ids and the driver's name of the adapter."""
+
 _Integers64 = npt.NDArray[np.int64]
+
+
+def row_count(query: AnyQuery) -> int:
+    """Return the number of rows that are computed for a query, without those of its context."""
+    if isinstance(query, GroupQuery):
+        length = 1 if query.sampling is None else int(np.max(query.sampling.max_tokens))
+        return len(query.wanted) * length
+    return 1 + len(query.targets)
+
 
 # -- single queries -------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.base.arrays import ranges as ranges
+    from genlm.core.base.blocking import run_blocking as run_blocking
     from genlm.core.base.errors import AdapterError as AdapterError
     from genlm.core.base.errors import AdapterLimitError as AdapterLimitError
     from genlm.core.base.errors import AmbiguousBackendError as AmbiguousBackendError

@@ -7,7 +7,6 @@ second thread.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from genlm.plugin import (
     ReducedText,
     Rows,
     TokenSequence,
+    run_blocking,
     user_code,
 )
 from genlm_ray.wire import AnyQuery
@@ -56,7 +56,7 @@ class ClientEngine(BatchEngine):
 
     Args:
         engine: The replica's engine.
-        compute: Function that returns the engine's results or exceptions of queries.
+        compute: Coroutine function that returns the engine's results or exceptions of queries.
         active: Ids of the queries that were not aborted.
     """
 
@@ -143,7 +143,7 @@ class ClientEngine(BatchEngine):
     def _results(self, queries: Sequence[AnyQuery]) -> list[Any]:
         """Return the results of queries, or raise the first of their exceptions."""
         self._started_s = None
-        results = asyncio.run(self._compute(queries))
+        results = run_blocking(self._compute(queries))
         self._started_s = time.monotonic()
         for result in results:
             if isinstance(result, Exception):

@@ -69,7 +69,7 @@ class SharedEngine:
         return next(self._query_ids)
 
     async def compute(self, queries: Sequence[AnyQuery]) -> list[Any]:
-        """Return the results or exceptions of queries. May be called on any event loop."""
+        """Return the results or exceptions of queries."""
         submitted = [_submissions(query, self.next_id()) for query in queries]
         request = self.scheduler.submit(list(itertools.chain(*submitted)))
         return await self.scheduler.results(request)

@@ -441,12 +441,13 @@ def test_a_replica_that_ends_or_hangs_before_it_is_used_is_an_error(
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):
     llm, engine, [actor] = in_process(replicas=1)
-    take = actor.replica._accept
+    [session] = actor.replica._sessions.values()
+    accept = session.accept
 
-    def lose(state, message):
-        actor.replica._accept = take
+    def lose(message):
+        session.accept = accept
 
-    actor.replica._accept = lose
+    session.accept = lose
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
     assert engine.statistics()["replica 0: restarts"] == 1

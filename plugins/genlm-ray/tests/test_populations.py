@@ -32,6 +32,7 @@ from genlm_ray.driver import Driver
 from genlm_ray.link import ReplicaLink
 from genlm_ray.router import Router
 from genlm_ray.session import Session, SharedEngine
+from genlm_ray.spec import UNLIMITED
 from genlm_ray.wire import Generations, PlacedGeneration, pack_group, place_sample
 
 TIMEOUT_S = 60
@@ -323,7 +324,7 @@ def test_groups_share_the_engine_and_user_defined_reductions_run_on_another_thre
 
     async def main():
         shared = SharedEngine(lambda: engine, 3600.0)
-        session = Session("poet", shared, TIMEOUT_S)
+        session = Session("poet", shared, UNLIMITED)
         session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))])
         await session.changed.wait()
         await asyncio.to_thread(shared.scheduler.close)

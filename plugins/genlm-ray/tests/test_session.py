@@ -30,6 +30,7 @@ from genlm.plugin import (
 from genlm_ray import client_reductions
 from genlm_ray.client_reductions import SHARED_ROWS, has_client_code
 from genlm_ray.session import Session, SharedEngine
+from genlm_ray.spec import UNLIMITED, ServingLimits
 from genlm_ray.wire import pack_queries, unpack_queries
 
 TIMEOUT_S = 60
@@ -105,7 +106,7 @@ async def _completions(session, count):
 
 
 def _session(shared, reduction_s=3600.0):
-    return Session("driver", shared, reduction_s)
+    return Session("driver", shared, ServingLimits(reduction_s=reduction_s))
 
 
 def _is_reducing(session):
@@ -303,7 +304,7 @@ def test_a_user_defined_reduction_that_takes_too_long_fails_alone_and_gets_no_se
         go.set()
         while slow._is_overdue:
             await asyncio.sleep(0)
-        slow._reduction_s = 3600.0  # the thread may wait for a core
+        slow._limits = UNLIMITED  # the thread may wait for a core
         slow.submit([Query(3, (3,), outputs=(Slow(go),))])
         [again] = await _completions(slow, 1)
         assert again.query_id == 3  # the first query has no second completion
@@ -473,7 +474,7 @@ def test_a_user_defined_reduction_of_a_text_has_a_time_limit(monkeypatch):
         go.set()
         while session._is_overdue:
             await asyncio.sleep(0)
-        session._reduction_s = 3600.0
+        session._limits = UNLIMITED
         session.submit([_text(2, Places())])
         [completion] = await _completions(session, 1)
         assert completion.query_id == 2

@@ -151,7 +151,6 @@ class Driver:
         link = None if routed is None else self._up.get(routed.replica)
         if link is not None:
             link.aborted.append(query_id)
-            link.dropped.append(query_id)
             self._send()
 
     def release(self, adapter: str | None, key: bytes) -> None:

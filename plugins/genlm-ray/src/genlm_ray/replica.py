@@ -35,7 +35,7 @@ from genlm.plugin import (
 )
 from genlm_ray.session import Session, SharedEngine
 from genlm_ray.spec import ReplicaSpec, versions
-from genlm_ray.wire import TRANSPORT, AnyQuery, Prefix, ReplicaRequest, unpack_queries
+from genlm_ray.wire import TRANSPORT, Prefix, ReplicaRequest
 
 logger = logging.getLogger("genlm.ray")
 
@@ -98,7 +98,7 @@ class Replica:
         for earlier in [n for n, other in self._sessions.items() if other.driver == driver]:
             await self.detach(earlier)
         self._spec.limits.check(ModelLoadError, clients=len(self._sessions) + 1)
-        state = Session(driver, shared, self._spec.limits.reduction_s)
+        state = Session(driver, shared, self._spec.limits)
         self._sessions[session] = state
         if self._supervisor is None:
             self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
@@ -146,7 +146,7 @@ class Replica:
         state = self._sessions.get(session)
         if state is not None:
             state.seen_s = time.monotonic()
-            self._accept(state, message)
+            state.accept(message)
 
     async def detach(self, session: int) -> None:
         """End a session and drop its queries, adapters and prefixes."""
@@ -242,7 +242,7 @@ class Replica:
         """Load the missing adapters and prefixes of a session, and free the others."""
         for name in [name for name in state.adapters if name not in adapters]:
             del state.adapters[name]
-            engine_name = self._engine_adapter_name(state, name)
+            engine_name = state.engine_adapter(name)
             try:
                 if hasattr(self._shared.engine, "remove_adapter"):
                     await self._call_engine("remove_adapter", engine_name)
@@ -250,7 +250,7 @@ class Replica:
                 logger.exception("freeing the adapter %r raised", name)
         for name, path in adapters.items():
             if name not in state.adapters:
-                engine_name = self._engine_adapter_name(state, name)
+                engine_name = state.engine_adapter(name)
                 await self._call_engine("add_adapter", engine_name, path)
                 state.adapters[name] = path
         freed = [prefix for prefix in state.prefixes if prefix not in prefixes]
@@ -265,9 +265,7 @@ class Replica:
 
     async def _cache_prefix(self, state: Session, prefix: Prefix) -> None:
         token_ids, adapter = prefix
-        await self._call_engine(
-            "cache_prefix", token_ids, self._engine_adapter_name(state, adapter)
-        )
+        await self._call_engine("cache_prefix", token_ids, state.engine_adapter(adapter))
 
     async def _recompute_prefixes(self) -> None:
         """Clear the engine's prefix cache and compute the prefixes of all sessions again."""
@@ -279,56 +277,7 @@ class Replica:
                 except Exception:  # queries then compute it
                     logger.exception("computing a prefix again raised")
 
-    def _engine_adapter_name(self, state: Session, name: str | None) -> str | None:
-        """Return the engine's name of a driver's adapter, which is unique among drivers."""
-        if name is None or name in getattr(self._shared.engine, "adapters", ()):
-            return name
-        return f"{name}-{state.driver}"
-
-    # -- sessions ---------------------------------------------------------------------
-
-    def _accept(self, state: Session, message: ReplicaRequest) -> None:
-        """Drop the aborted queries of a message, submit its new queries, release contexts.
-
-        Raises:
-            EvaluationError: The driver would exceed its limits. No query was accepted.
-        """
-        if message.aborted:
-            state.abort(message.aborted)
-        for number in message.dropped:
-            state.generations.drop(number)
-        try:
-            state.submit(self._unpack(state, message), message.turn)
-        finally:
-            if message.released is not None:
-                names, sequences = message.released
-                self._shared.scheduler.release(
-                    [
-                        (self._engine_adapter_name(state, name), sequence.key)
-                        for name, sequence in zip(names, sequences.unpack(), strict=True)
-                    ]
-                )
-
-    def _unpack(self, state: Session, message: ReplicaRequest) -> list[AnyQuery]:
-        """Return the queries of a message, if they are within the driver's limits."""
-        groups = message.groups
-        sequences = sum(group.size for group in groups)
-        self._spec.limits.check(
-            EvaluationError,
-            sequences=state.generations.sequences + sequences if sequences else 0,
-        )
-        queries: list[AnyQuery] = [
-            query
-            if query.adapter is None
-            else query.replace(adapter=self._engine_adapter_name(state, query.adapter))
-            for query in unpack_queries(message.queries)
-        ]
-        for packed in groups:
-            adapter = self._engine_adapter_name(state, packed.query.adapter)
-            group = state.generations.group(packed, adapter, self._shared.lease)
-            if group is not None:
-                queries.append(group)
-        return queries
+    # -- supervision ------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         """End sessions of silent drivers, and the process if the engine has ended."""

@@ -31,7 +31,15 @@ from genlm.plugin import (
     with_groups,
 )
 from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_code
-from genlm_ray.wire import AnyQuery, Generations, Prefix, row_count
+from genlm_ray.spec import ServingLimits
+from genlm_ray.wire import (
+    AnyQuery,
+    Generations,
+    Prefix,
+    ReplicaRequest,
+    row_count,
+    unpack_queries,
+)
 
 Running = dict[int, Callable[[], None]]
 """Functions that abort queries, by the driver's query ids."""
@@ -100,7 +108,7 @@ class Session:
     Args:
         driver: Name of the driver, which may have several consecutive sessions.
         shared: The engine.
-        reduction_s: Maximum time of the driver's user-defined reductions of a batch.
+        limits: Resource limits of the driver.
 
     Attributes:
         generations: Generations of the driver's populations, by number.
@@ -116,7 +124,7 @@ class Session:
             sessions when it became busy.
     """
 
-    def __init__(self, driver: str, shared: SharedEngine, reduction_s: float) -> None:
+    def __init__(self, driver: str, shared: SharedEngine, limits: ServingLimits) -> None:
         self.driver = driver
         self.generations = Generations()
         self.adapters: dict[str, str] = {}
@@ -129,7 +137,7 @@ class Session:
         self.rows = 0
         self._turn = 0
         self._shared = shared
-        self._reduction_s = reduction_s
+        self._limits = limits
         self._reducer: Scheduler[Any] | None = None  # of user-defined reductions
         self._running_reductions: Running = {}
         self._timeout_task: asyncio.Task[None] | None = None
@@ -138,6 +146,51 @@ class Session:
     def unanswered(self) -> int:
         """Number of the driver's unfinished queries."""
         return len(self.waiting) + len(self.running) + len(self._running_reductions)
+
+    def engine_adapter(self, name: str | None) -> str | None:
+        """Return the engine's name of a driver's adapter, which is unique among drivers."""
+        if name is None or name in getattr(self._shared.engine, "adapters", ()):
+            return name
+        return f"{name}-{self.driver}"
+
+    def accept(self, message: ReplicaRequest) -> None:
+        """Drop the aborted queries of a message, submit its new queries, release contexts.
+
+        Raises:
+            EvaluationError: The driver would exceed its limits. No query was accepted.
+        """
+        if message.aborted:
+            self.abort(message.aborted)
+        for number in message.dropped:
+            self.generations.drop(number)
+        try:
+            self.submit(self._unpack(message), message.turn)
+        finally:
+            if message.released is not None:
+                names, sequences = message.released
+                self._shared.scheduler.release(
+                    [
+                        (self.engine_adapter(name), sequence.key)
+                        for name, sequence in zip(names, sequences.unpack(), strict=True)
+                    ]
+                )
+
+    def _unpack(self, message: ReplicaRequest) -> list[AnyQuery]:
+        """Return the queries of a message, if they are within the driver's limits."""
+        sequences = sum(group.size for group in message.groups)
+        self._limits.check(
+            EvaluationError,
+            sequences=self.generations.sequences + sequences if sequences else 0,
+        )
+        adapters = list(map(self.engine_adapter, message.queries.adapters))
+        queries: list[AnyQuery] = []
+        queries += unpack_queries(message.queries._replace(adapters=adapters))
+        for packed in message.groups:
+            adapter = self.engine_adapter(packed.query.adapter)
+            group = self.generations.group(packed, adapter, self._shared.lease)
+            if group is not None:
+                queries.append(group)
+        return queries
 
     def submit(self, queries: Sequence[AnyQuery], turn: int = 0) -> None:
         """Accept queries.
@@ -157,8 +210,12 @@ class Session:
         self._shared.submit_waiting(self)
 
     def abort(self, query_ids: Sequence[int]) -> None:
-        """Drop queries. A query that arrives later is computed, and its result is ignored."""
+        """Drop queries, and the generations of populations that were sent with them.
+
+        A query that arrives later is computed, and its result is ignored.
+        """
         for query_id in query_ids:
+            self.generations.drop(query_id)
             self.waiting.pop(query_id, None)
             for running in (self.running, self._running_reductions):
                 if query_id in running:
@@ -222,7 +279,7 @@ class Session:
                 lambda: with_groups(ClientEngine(shared.engine, shared.compute, active)),
                 name="genlm-reductions",
             )
-            if self._reduction_s < math.inf:
+            if self._limits.reduction_s < math.inf:
                 self._timeout_task = asyncio.create_task(self._time_out_reductions())
         if self._is_overdue:
             self._finish(query.query_id, self._timeout_error())
@@ -232,19 +289,20 @@ class Session:
     @property
     def _is_overdue(self) -> bool:
         reducer = self._reducer
-        return reducer is not None and reducer.engine.reduction_s > self._reduction_s
+        return reducer is not None and reducer.engine.reduction_s > self._limits.reduction_s
 
     async def _time_out_reductions(self) -> None:
         """Fail the session's user-defined reductions when one of them takes too long."""
         while True:
-            await asyncio.sleep(self._reduction_s / 4)
+            await asyncio.sleep(self._limits.reduction_s / 4)
             for query_id in list(self._running_reductions) if self._is_overdue else ():
                 self._running_reductions.pop(query_id)()
                 self._finish(query_id, self._timeout_error())
 
     def _timeout_error(self) -> EvaluationError:
+        limit_s = self._limits.reduction_s
         return EvaluationError(
-            f"a reduction of this program has run for more than {self._reduction_s:g} s in a "
+            f"a reduction of this program has run for more than {limit_s:g} s in a "
             f"replica; until it returns, the replica computes no other user-defined reduction "
             f"of this program"
         )

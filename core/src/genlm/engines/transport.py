@@ -56,8 +56,8 @@ class _Part(NamedTuple):
     is_group: bool
 
 
-PackedValues: TypeAlias = tuple[int, list[_Part]]
-"""Number of values, and their parts."""
+PackedValues: TypeAlias = list[_Part]
+"""The parts of values, in which each place occurs once."""
 
 
 class PackedCompletions(NamedTuple):
@@ -240,7 +240,7 @@ class Transport:
                     _Part([place], *self._dumps_alone(value, substitute), is_group)
                     for place, value in zip(places, members, strict=True)
                 ]
-        return len(values), parts
+        return parts
 
     def _dumps_alone(
         self, value: Any, substitute: Callable[[Any, Exception], object]
@@ -276,9 +276,8 @@ class Transport:
 
 
 def _unpack(packed: PackedValues, substitute: Callable[[Exception, bool], object]) -> list[Any]:
-    length, parts = packed
-    values: list[Any] = [None] * length
-    for places, data, arrays, is_group in parts:
+    values: list[Any] = [None] * sum(len(part.places) for part in packed)
+    for places, data, arrays, is_group in packed:
         try:
             # Arrays that Ray has mapped are read-only, which tensors cannot be.
             buffers = [each if each.flags.writeable else each.copy() for each in arrays]

@@ -224,7 +224,7 @@ class Driver:
         link.calls -= 1
         finished: list[Completion] = []
         if isinstance(error, RayTaskError):  # only this message failed
-            cause = EvaluationError(f"a replica refused a batch: {unwrap_error(error)}")
+            cause = EvaluationError(f"a replica refused a batch: {error.cause}")
             finished = [Completion(item.query.query_id, error=cause) for item in routed]
         elif error is not None:
             link.mark_lost(error)
@@ -305,7 +305,7 @@ class Driver:
         if link.lost.done():
             call.cancel()
         elif isinstance(error := call.exception(), RayTaskError):
-            raise unwrap_error(error)
+            raise error.cause
         elif error is not None or call.result() is False:
             link.mark_lost(error or EngineError("the replica ended the session"))
         else:
@@ -344,7 +344,7 @@ class Driver:
                     if configuration is self.configuration:
                         break
         except RayTaskError as error:
-            raise unwrap_error(error) from None
+            raise error.cause from None
         except (RayError, TimeoutError) as error:
             raise ModelLoadError(
                 f"a replica did not accept this program within {self._load_timeout_s:g} s: "
@@ -428,8 +428,3 @@ class Driver:
         for link in self.links:
             error = ConnectionError("the head of the Ray cluster does not answer")
             self._mark_dead(link, error)
-
-
-def unwrap_error(error: BaseException) -> BaseException:
-    """Return the error that a replica raised, without Ray's wrapper."""
-    return error.cause if isinstance(error, RayTaskError) else error

@@ -32,6 +32,9 @@ DRIVER = """
 import asyncio, os, signal, sys
 import genlm
 
+def largest(rows):  # replicas do not have this module
+    return rows.amax(1)
+
 async def main():
     with genlm.load_model("chat", "ray", address=sys.argv[1]) as llm:
         tasks = [
@@ -42,6 +45,7 @@ async def main():
         if len(sys.argv) > 2:  # with requests out
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.gather(*tasks)
+        assert await llm.reduce([0, 0], largest) == tasks[0].result().max()
 
 asyncio.run(main())
 """

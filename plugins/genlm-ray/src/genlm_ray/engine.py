@@ -243,7 +243,8 @@ class RayEngine:
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute and cache a prefix in every replica."""
         adapters, prefixes = self.driver.configuration
-        self._configure(adapters, [*prefixes, (tuple(token_ids), adapter)])
+        distinct = dict.fromkeys([*prefixes, (tuple(token_ids), adapter)])
+        self._configure(adapters, list(distinct))
 
     def clear_prefix_cache(self) -> None:
         """Free the prefixes of this program in every replica."""

@@ -25,7 +25,7 @@ class Configuration(NamedTuple):
 
     Attributes:
         adapters: Paths by name.
-        prefixes: Cached prefixes.
+        prefixes: Cached prefixes, without repetition.
     """
 
     adapters: dict[str, str]

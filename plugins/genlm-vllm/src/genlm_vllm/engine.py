@@ -244,7 +244,6 @@ class VLLMEngine:
             if failed := self._begin_groups():
                 return failed
             residents.prepare()
-            self._workers.prepare()
             if not residents.unanswered:
                 return []
             try:
@@ -253,8 +252,7 @@ class VLLMEngine:
                 if self._failures is not None:  # the workers may be in different states
                     raise ExecutorError from error
                 return self._fail_all(error)
-            residents.collect()
-            return residents.finish(self._workers.collect())
+            return residents.collect()
 
     def _begin_groups(self) -> list[Completion]:
         """Begin to compute waiting groups; return the completions of those that fail."""

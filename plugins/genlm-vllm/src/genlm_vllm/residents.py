@@ -317,13 +317,18 @@ class Residents:
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a step of vLLM, begin the members that wait for a place."""
+        """Begin the members that wait for a place, and send the workers a step's inputs."""
         self.requests.end_dropped()
         self._begin_members()
         self.idle.before_step()
+        self._workers.prepare()
 
-    def collect(self) -> None:
-        """Request the results of the sequences that a step computed."""
+    def collect(self) -> list[Completion]:
+        """Return the completions of the queries that a step finished."""
+        return self._finish(self._workers.collect(self._computed_parts()))
+
+    def _computed_parts(self) -> list[ComputedPart]:
+        """Return the sequences of each query that a step computed."""
         computed: dict[PendingQuery, tuple[list[str], list[int]]] = {}
         for name in list(self._busy):
             request = self.requests.by_name[name]
@@ -341,11 +346,12 @@ class Residents:
         for pending in self._queries.values():
             if not pending.remaining and isinstance(pending.query, GroupQuery):
                 computed.setdefault(pending, ([], []))  # its last sequences have failed
+        parts = []
         for pending, (names, places) in computed.items():
             pending.remaining -= len(places)
             is_last = not pending.remaining
-            part = ComputedPart(pending.query.query_id, names, places, is_last)
-            self._workers.computed.append(part)
+            parts.append(ComputedPart(pending.query.query_id, names, places, is_last))
+        return parts
 
     def _fail_ended(self, name: str) -> None:
         """Fail the sequences of a request that vLLM ended before it was computed."""
@@ -354,7 +360,7 @@ class Residents:
             pending.fail(place, EvaluationError(message))
         self.idle.end([name])
 
-    def finish(self, results: dict[int, Completion]) -> list[Completion]:
+    def _finish(self, results: dict[int, Completion]) -> list[Completion]:
         """Return the completions of finished queries, and make room for waiting requests.
 
         Args:

@@ -25,14 +25,12 @@ class Workers:
     Attributes:
         have_scores: Whether the workers compute scores.
         inputs: Inputs of the next step.
-        computed: Sequences that the last step computed.
     """
 
     def __init__(self, engine: Any, vocabulary: Vocabulary, *, multiprocess: bool) -> None:
         self._engine = engine
         self._multiprocess = multiprocess
         self.inputs = StepInputs()
-        self.computed: list[ComputedPart] = []
         scores = call_workers(
             engine,
             "genlm_start",
@@ -48,13 +46,14 @@ class Workers:
             inputs, self.inputs = self.inputs, StepInputs()
             call_workers(self._engine, "genlm_prepare", inputs)
 
-    def collect(self) -> dict[int, Completion]:
-        """Return the results of the last step by query id; see `WorkerRows.collect`."""
-        if not self.computed:
-            return {}
-        parts, self.computed = self.computed, []
+    def collect(self, parts: list[ComputedPart]) -> dict[int, Completion]:
+        """Return results by query id; see `WorkerRows.collect`.
+
+        Args:
+            parts: Sequences that the last step computed.
+        """
         results: dict[int, Completion] = {}
-        has_more = True
+        has_more = bool(parts)
         while has_more:
             replies: list[Reply] = call_workers(self._engine, "genlm_collect", parts)
             for completions, _ in replies:

@@ -408,6 +408,34 @@ def test_a_last_member_that_is_refused_fails_alone(
     check(tiny, population, population.next_token_logprobs_sync())
 
 
+@pytest.mark.usefixtures("free")
+def test_a_population_that_cannot_begin_fails_alone(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_room(llm):
+        pytest.skip("for a place for each member")
+    requests = llm.engine._residents.requests  # type: ignore[attr-defined]
+    begin = requests.begin
+
+    def refusing(token_ids: Any, *arguments: Any, **options: Any) -> Any:
+        if token_ids[0] == 9:
+            raise RuntimeError("refused")
+        return begin(token_ids, *arguments, **options)
+
+    refused, population = llm.population([9, *PROMPT], 2), llm.population(PROMPT, 2)
+
+    async def together() -> list[Any]:
+        queries = refused.draw(seed=0), population.next_token_logprobs()
+        return await asyncio.gather(*queries, return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "begin", refusing)
+        error, rows = asyncio.run(together())
+    assert "refused" in str(error)
+    check(tiny, population, rows)
+    check(tiny, refused, refused.next_token_logprobs_sync())
+
+
 class Broken(GroupReduction):
     """Raises for the member `at`."""
 

@@ -14,6 +14,7 @@ import genlm
 from genlm.plugin import Generation, GroupQuery, Lineage, Query, Rows, TokenSequence
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.member_requests import MemberRequests
+from genlm_vllm.pending_query import PendingQuery
 from genlm_vllm.waiting_groups import WaitingGroups
 
 from .interpreted_triton import SECOND_RUNNER
@@ -31,8 +32,7 @@ class Requests:
 
     def __init__(self, places: int, blocks: int = 100) -> None:
         self.free_room = np.array([places, blocks])
-        self.requests = self.idle = self
-        self.computes_groups = False
+        self.in_progress: dict[int, PendingQuery] = {}
 
     def missing_blocks(self, prefixes: Any) -> int:
         return sum(count for _, count in prefixes)
@@ -52,7 +52,7 @@ def group(query_id: int, count: int, length: int = 2) -> GroupQuery:
 
 
 def waiting(requests: Any, *groups: GroupQuery) -> WaitingGroups:
-    found = WaitingGroups(requests)
+    found = WaitingGroups(requests, requests, requests.in_progress)
     for each in groups:
         found.add(each)
     return found
@@ -86,9 +86,9 @@ def test_the_oldest_groups_that_fit_begin_first(
     assert not groups.lacks_room
     assert ids(groups.take()) == first
     requests.free_room = np.zeros(2, int)
-    requests.computes_groups = True
+    requests.in_progress[9] = PendingQuery(group(9, 1), 1, 0)
     assert not groups.take()
-    requests.computes_groups = False
+    requests.in_progress.clear()
     assert groups.lacks_room
     for query_id in later:
         assert ids(groups.take()) == [query_id]
@@ -113,7 +113,7 @@ def test_only_the_oldest_of_many_groups_are_compared(monkeypatch: pytest.MonkeyP
 
 def test_a_group_is_not_passed_over_for_ever() -> None:
     requests = Requests(places=4)
-    requests.computes_groups = True
+    requests.in_progress[9] = PendingQuery(group(9, 1), 1, 0)
     groups = waiting(requests, group(0, 6))
     choices = 0
     while not groups.take():

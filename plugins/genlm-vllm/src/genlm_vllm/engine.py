@@ -39,7 +39,6 @@ from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import ExecutorError, FailureLog, engine_died
 from genlm_vllm.residents import Residents
 from genlm_vllm.running_requests import why_not_resident
-from genlm_vllm.waiting_groups import WaitingGroups
 from genlm_vllm.worker import call_workers
 from genlm_vllm.workers import Workers
 
@@ -154,7 +153,6 @@ class VLLMEngine:
             workers=self._workers,
             vocab_size=self.vocabulary.size,
         )
-        self._waiting = WaitingGroups(self._residents)
         self.max_context: int = self._residents.max_context
         if needs_comparison:
             self._compare(descriptions)
@@ -205,7 +203,7 @@ class VLLMEngine:
     def submit_group(self, query: GroupQuery) -> None:
         """Add the query of a population; an invalid sequence does not fail the others."""
         with self._guarding():
-            self._waiting.add(query)
+            self._residents.submit_group(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -214,15 +212,12 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
-        self._waiting.drop(query_id)
         self._residents.abort(query_id)
 
     @property
     def is_deferring(self) -> bool:
         """Whether the next step should wait for further requests; see `BatchEngine.defers`."""
-        return (
-            bool(self._waiting) and not self._residents.unanswered and self._waiting.lacks_room
-        )
+        return self._residents.is_deferring
 
     @contextlib.contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -241,9 +236,8 @@ class VLLMEngine:
     def _advance(self) -> list[Completion]:
         residents = self._residents
         with self._guarding():
-            if failed := self._begin_groups():
+            if failed := residents.prepare():
                 return failed
-            residents.prepare()
             if not residents.unanswered:
                 return []
             try:
@@ -254,16 +248,6 @@ class VLLMEngine:
                 return self._fail_all(error)
             return residents.collect()
 
-    def _begin_groups(self) -> list[Completion]:
-        """Begin to compute waiting groups; return the completions of those that fail."""
-        failed = []
-        for group in self._waiting.take():
-            try:
-                self._residents.submit_group(group)
-            except Exception as error:  # noqa: BLE001 - it fails this query alone
-                failed.append(Completion(group.query_id, error=error))
-        return failed
-
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
 
@@ -272,7 +256,7 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM did not reset its prefix cache.
         """
-        dropped = [*self._residents.drop_all(), *self._waiting.drop_all()]
+        dropped = self._residents.abort_all()
         failed = [Completion(query_id, error=error) for query_id in dropped]
         self._residents.idle.end_all()
         if not self._vllm.reset_prefix_cache():
@@ -326,9 +310,7 @@ class VLLMEngine:
         """Finish all running queries, then free all cached prefixes. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        while (
-            self._residents.unanswered or self._waiting
-        ):  # vLLM resets nothing while requests have blocks
+        while self._residents.unanswered:  # vLLM resets nothing while requests have blocks
             self._ready += self._advance()
         with self._guarding():
             self._residents.idle.end_all()
@@ -429,5 +411,5 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
-        del self._vllm, self._workers, self._adapters, self._residents, self._waiting
+        del self._vllm, self._workers, self._adapters, self._residents
         self._resources.close()

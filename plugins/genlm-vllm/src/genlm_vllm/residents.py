@@ -1,5 +1,8 @@
 """`Residents`: computes queries with requests that stay in vLLM.
 
+Queries for one sequence begin when they are submitted, populations when vLLM has room for them
+(`WaitingGroups`).
+
 A sequence is represented by its resident request. The first child of a request continues it,
 further children are forks, and a request without references ends. A query is complete when all
 its sequences are computed; the workers reduce rows directly from the logits of vLLM's batches.
@@ -40,6 +43,7 @@ from genlm_vllm.running_requests import (
     ResidentRequest,
     RunningRequests,
 )
+from genlm_vllm.waiting_groups import WaitingGroups
 from genlm_vllm.workers import Workers
 
 
@@ -82,6 +86,7 @@ class Residents:
         self._generations = RecentGenerations(self.requests.block_size)
         self.idle = IdleRequests(self.requests, self._contexts, adapters)
         self._busy = self.idle.busy
+        self._waiting = WaitingGroups(self.requests, self.idle, self._queries)
         self.keeps = True
         self.tokens_evaluated = 0
         self._counts = dict.fromkeys(
@@ -105,12 +110,12 @@ class Residents:
     @property
     def unanswered(self) -> int:
         """Number of unanswered queries."""
-        return len(self._queries)
+        return len(self._queries) + len(self._waiting)
 
     @property
-    def computes_groups(self) -> bool:
-        """Whether a query of a population is unanswered."""
-        return any(isinstance(pending.query, GroupQuery) for pending in self._queries.values())
+    def is_deferring(self) -> bool:
+        """Whether the next step should wait for further requests; see `BatchEngine.defers`."""
+        return bool(self._waiting) and not self._queries and self._waiting.lacks_room
 
     # -- contexts, scores -------------------------------------------------------------
 
@@ -214,23 +219,16 @@ class Residents:
     # -- populations ------------------------------------------------------------------
 
     def submit_group(self, query: GroupQuery) -> None:
-        """Continue, fork or begin the requests of the wanted sequences."""
-        pending = PendingQuery(query, len(query.wanted), self.requests.turns.current)
+        """Accept a query, which begins before a step for which vLLM has room."""
+        self._waiting.add(query)
+
+    def _begin_group(self, query: GroupQuery) -> None:
+        """Continue, fork or begin requests of the wanted sequences; others stay idle."""
+        generation, wanted = query.generation, query.wanted
+        pending = PendingQuery(query, len(wanted), self.requests.turns.current)
         self._queries[query.query_id] = pending
         reduction = Outputs((query.reduction,))
-        self._workers.inputs.add(
-            NewQuery(query.query_id, reduction, query.row_of, len(query.wanted))
-        )
-        try:
-            self._assign_requests(pending, query)
-        except BaseException:
-            self.abort(query.query_id)
-            raise
-        self.tokens_evaluated += len(query)
-
-    def _assign_requests(self, pending: PendingQuery, query: GroupQuery) -> None:
-        """Assign a request to every sequence; the requests of other members stay idle."""
-        generation, wanted = query.generation, query.wanted
+        self._workers.inputs.add(NewQuery(query.query_id, reduction, query.row_of, len(wanted)))
         members = MemberRequests.of(generation)
         residents, lengths, *_ = members
         parents = self._parents(query, members)
@@ -250,6 +248,7 @@ class Residents:
             self._wait_for(resident, pending, place)
         lengths[wanted] = generation.lineage.lengths[wanted]
         self._begin_members()
+        self.tokens_evaluated += len(query)
 
     def _parents(self, query: GroupQuery, members: MemberRequests) -> list[Parent | None]:
         """Return the request that each sequence extends; None where it needs a new one."""
@@ -298,6 +297,7 @@ class Residents:
 
     def abort(self, query_id: int) -> None:
         """Drop a query and the requests that no other query needs; ignore an unknown query."""
+        self._waiting.drop(query_id)
         pending = self._queries.pop(query_id, None)
         if pending is None:
             return
@@ -314,14 +314,35 @@ class Residents:
         self._unstarted = deque(item for item in self._unstarted if item[0] is not pending)
         self._workers.inputs.drop(query_id)
 
+    def abort_all(self) -> list[int]:
+        """Drop all queries and return their ids."""
+        query_ids = [*self._queries, *self._waiting.query_ids]
+        for query_id in query_ids:
+            self.abort(query_id)
+        return query_ids
+
     # -- steps ------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Begin the members that wait for a place, and send the workers a step's inputs."""
+    def prepare(self) -> list[Completion]:
+        """Before a step of vLLM, begin what there is room for, and send the workers its inputs.
+
+        Returns:
+            Completions of populations that failed to begin. The step is then not prepared.
+        """
+        failed = []
+        for query in self._waiting.take():
+            try:
+                self._begin_group(query)
+            except Exception as error:  # noqa: BLE001 - it fails this query alone
+                self.abort(query.query_id)
+                failed.append(Completion(query.query_id, error=error))
+        if failed:
+            return failed
         self.requests.end_dropped()
         self._begin_members()
         self.idle.before_step()
         self._workers.prepare()
+        return []
 
     def collect(self) -> list[Completion]:
         """Return the completions of the queries that a step finished."""
@@ -396,18 +417,6 @@ class Residents:
         self.idle.end(ended)
         self.idle.after_step(len(self._unstarted))
         return completions
-
-    # -- ends -------------------------------------------------------------------------
-
-    def drop_all(self) -> list[int]:
-        """Drop all queries and return their ids; their requests become idle."""
-        dropped = list(self._queries)
-        for query_id in dropped:
-            self._workers.inputs.drop(query_id)
-        self._queries.clear()
-        self._unstarted.clear()
-        self._busy.clear()
-        return dropped
 
 
 def _single_query(group: GroupQuery, index: int) -> Query:

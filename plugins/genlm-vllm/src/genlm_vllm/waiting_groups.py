@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.plugin import Generation, GroupQuery, GroupTurns
+from genlm_vllm.idle_requests import IdleRequests
 from genlm_vllm.member_requests import MemberRequests
-from genlm_vllm.residents import Residents
-from genlm_vllm.running_requests import Room
+from genlm_vllm.pending_query import PendingQuery
+from genlm_vllm.running_requests import Room, RunningRequests
 
 _CANDIDATES = 4
 """Maximum number of sequences of the groups among which a step chooses, as a multiple of the
@@ -26,17 +27,31 @@ class WaitingGroups:
     again when there is room.
 
     Args:
-        residents: The requests in vLLM.
+        requests: The requests in vLLM.
+        idle: Ends those that no query in progress needs.
+        in_progress: The queries in progress, by id.
     """
 
-    def __init__(self, residents: Residents) -> None:
-        self._residents = residents
+    def __init__(
+        self,
+        requests: RunningRequests,
+        idle: IdleRequests,
+        in_progress: Mapping[int, PendingQuery],
+    ) -> None:
+        self._requests = requests
+        self._idle = idle
+        self._in_progress = in_progress
         self._turns = GroupTurns()
         self._groups: dict[int, GroupQuery] = {}
         self._ancestries: dict[int, _Ancestry] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    @property
+    def query_ids(self) -> list[int]:
+        """Ids of the groups."""
+        return list(self._groups)
 
     def add(self, group: GroupQuery) -> None:
         """Add a group."""
@@ -47,13 +62,6 @@ class WaitingGroups:
         self._groups.pop(query_id, None)
         self._ancestries.pop(query_id, None)
 
-    def drop_all(self) -> list[int]:
-        """Remove all groups and return their ids."""
-        dropped = list(self._groups)
-        self._groups.clear()
-        self._ancestries.clear()
-        return dropped
-
     def take(self) -> list[GroupQuery]:
         """Remove and return the groups that the next step computes.
 
@@ -61,8 +69,8 @@ class WaitingGroups:
         """
         if not self._groups:
             return []
-        chosen = groups = self._candidates()
-        available = self._residents.idle.free_room
+        available = self._idle.free_room
+        chosen = groups = self._candidates(available)
         total = sum(map(self._max_cost, groups), np.zeros(2, np.int64))
         costs: Mapping[int, Room] = {}
         names: Mapping[int, list[str]] = {}
@@ -73,11 +81,11 @@ class WaitingGroups:
         if is_short:
             names = {group.query_id: self._names(group) for group in groups}
             pending = set().union(*names.values())
-            unused = self._residents.requests.unused()
-            self._residents.idle.make_room(
+            unused = self._requests.unused()
+            self._idle.make_room(
                 total, [name for name in unused if name not in pending], partly=True
             )
-            is_short = not _fits(total, self._residents.idle.free_room)
+            is_short = not _fits(total, self._idle.free_room)
         if is_short:
             chosen = self._choose(groups, costs, names)
         self._turns.record([*self._groups.values()], chosen, is_short=is_short)
@@ -85,10 +93,10 @@ class WaitingGroups:
             self.drop(group.query_id)
         return chosen
 
-    def _candidates(self) -> list[GroupQuery]:
+    def _candidates(self, available: Room) -> list[GroupQuery]:
         """Return all groups, or the oldest ones if they have many sequences."""
-        groups, residents = list(self._groups.values()), self._residents
-        places = len(residents.requests.by_name) + int(residents.idle.free_room[0])
+        groups = list(self._groups.values())
+        places = len(self._requests.by_name) + int(available[0])
         limit = _CANDIDATES * places
         if sum(len(group.wanted) for group in groups) <= limit:
             return groups
@@ -106,13 +114,12 @@ class WaitingGroups:
 
         The oldest populations are chosen, and the requests of the youngest ones end for them.
         """
-        residents = self._residents
         younger = self._turns.order(groups)
         first = younger[0]
         is_overdue = self._turns.is_overdue(first)
         chosen: list[GroupQuery] = []
         kept: set[str] = set()
-        available, needed = residents.idle.free_room, np.zeros(2, np.int64)
+        available, needed = self._idle.free_room, np.zeros(2, np.int64)
         sequences, may_end = 0, True
         while younger:
             group, *younger = younger
@@ -120,11 +127,11 @@ class WaitingGroups:
             kept.update(names[group.query_id])
             if may_end and not _fits(cost, available - needed):
                 others = [name for each in reversed(younger) for name in names[each.query_id]]
-                ended = residents.idle.make_room(
+                ended = self._idle.make_room(
                     needed + cost, [name for name in others if name not in kept]
                 )
                 younger = [each for each in younger if ended.isdisjoint(names[each.query_id])]
-                available, may_end = residents.idle.free_room, bool(ended)
+                available, may_end = self._idle.free_room, bool(ended)
             # A population that begins would end again as soon as older ones need a block.
             margin = np.array([0, sequences + len(group.wanted) if chosen and cost[0] else 0])
             if _fits(cost, available - needed - margin):
@@ -133,37 +140,40 @@ class WaitingGroups:
                 sequences += len(group.wanted)
             elif is_overdue and group is first:
                 break
-        if not chosen and (is_overdue or not residents.computes_groups):
+        if not chosen and (is_overdue or not self._computes_groups):
             others = [
-                name for name in residents.requests.by_name if name not in names[first.query_id]
+                name for name in self._requests.by_name if name not in names[first.query_id]
             ]
-            residents.idle.make_room(costs[first.query_id], others, partly=True)
+            self._idle.make_room(costs[first.query_id], others, partly=True)
             chosen.append(first)
         return chosen
 
     @property
+    def _computes_groups(self) -> bool:
+        """Whether groups are in progress."""
+        queries = (pending.query for pending in self._in_progress.values())
+        return any(isinstance(query, GroupQuery) for query in queries)
+
+    @property
     def lacks_room(self) -> bool:
         """Whether there is too little room for any of the groups."""
-        available = self._residents.idle.free_room
-        return not any(_fits(self._cost(group), available) for group in self._candidates())
+        available = self._idle.free_room
+        groups = self._candidates(available)
+        return not any(_fits(self._cost(group), available) for group in groups)
 
     def _max_cost(self, group: GroupQuery) -> Room:
         """Return the room that a group would need without its requests and shared blocks."""
         lengths = group.generation.lineage.lengths[group.wanted]
-        size = self._residents.requests.block_tokens
+        size = self._requests.block_tokens
         return np.array([len(lengths), 0 if size is None else (-(-lengths // size)).sum()])
 
     def _cost(self, group: GroupQuery) -> Room:
         """Return the room that a group needs in addition to that of its population."""
-        requests, lineage, wanted = (
-            self._residents.requests,
-            group.generation.lineage,
-            group.wanted,
-        )
+        lineage, wanted = group.generation.lineage, group.wanted
         ancestry = self._ancestry(group)
         residents, lengths, *_ = MemberRequests.of(ancestry.root, ancestry.sources)
         lengths = np.where(lengths, lengths, ancestry.root.lineage.lengths)
-        names, size = requests.by_name, requests.block_tokens
+        names, size = self._requests.by_name, self._requests.block_tokens
         living = [resident is not None and resident.name in names for resident in residents]
         is_living = np.array(living, bool)
         parents = ancestry.parents
@@ -181,7 +191,7 @@ class WaitingGroups:
         blocks -= int(np.count_nonzero(rest[is_free]))
         ended = np.unique(parents[~is_living[parents]]).tolist()
         if ended:
-            blocks += requests.missing_blocks(
+            blocks += self._requests.missing_blocks(
                 (getattr(residents[place], "request", None), int(full[place]))
                 for place in ended
             )

@@ -79,13 +79,7 @@ class Adapters(AdapterTable[Any]):
     def _add_to_workers(self, request: Any) -> str | None:
         """Load an adapter on all workers or on none; return the reason of a failure."""
         try:
-            loaded = call_workers(
-                self._engine,
-                "genlm_add_adapter",
-                request.lora_name,
-                request.lora_int_id,
-                request.lora_path,
-            )
+            loaded = call_workers(self._engine, "genlm_add_adapter", request)
         except EvaluationError as error:
             problem = " ".join(str(error).split())
         else:

@@ -129,14 +129,13 @@ class RowWorker:
     list_loras: Callable[[], set[int]]
 
     @_returns_errors
-    def genlm_start(self, ids: VocabularyIds, batches: int, sends_results: bool) -> bool:
+    def genlm_start(self, ids: VocabularyIds, sends_results: bool) -> bool:
         """Replace the sampler and enable scores, before the first request.
 
         Tensor-parallel ranks compute the same logits; the first rank reduces rows.
 
         Args:
             ids: Vocabulary of the rows.
-            batches: Maximum number of in-flight batches.
             sends_results: Whether the results are sent to another process.
 
         Returns:
@@ -157,6 +156,7 @@ class RowWorker:
             is_active=get_tensor_model_parallel_rank() == 0,
             is_alone=get_tensor_model_parallel_world_size() == 1,
         )
+        batches = self.vllm_config.parallel_config.pipeline_parallel_size  # in flight
         self._rows = WorkerRows(replace_sampler(self.model_runner, batches), scores)
         self._sends_results = sends_results
         return start_scores(self.model_runner, scores)
@@ -227,11 +227,9 @@ class RowWorker:
         }
 
     @_returns_errors
-    def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:
-        """Load a LoRA adapter; return whether vLLM loaded it."""
-        from vllm.lora.request import LoRARequest
-
-        return bool(self.add_lora(LoRARequest(name, number, folder)))
+    def genlm_add_adapter(self, request: Any) -> bool:
+        """Load the adapter of a `LoRARequest`; return whether vLLM loaded it."""
+        return bool(self.add_lora(request))
 
     @_returns_errors
     def genlm_remove_adapter(self, number: int) -> None:

@@ -35,7 +35,6 @@ class Workers:
             engine,
             "genlm_start",
             VocabularyIds(vocabulary.size, tuple(vocabulary.missing_ids)),
-            engine.vllm_config.parallel_config.pipeline_parallel_size,
             multiprocess,
         )
         self.have_scores = all(scores)

@@ -331,6 +331,10 @@ def test_a_text_of_which_positions_are_missing_is_an_error() -> None:
     assert isinstance(missing, EvaluationError)
     assert "2 of 3 positions" in str(missing)
     assert isinstance(complete, TokenScores)
+    error = EvaluationError("computed by other means")
+    scores.put(0, error)
+    assert scores.is_complete
+    assert scores.results()[0] is error
 
 
 class Columns(GroupReduction):

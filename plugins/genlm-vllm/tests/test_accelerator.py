@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from pretend_device import SECOND, simulated_devices
 
+from genlm.prefix import PieceScores
 from genlm.testing import conformance_tests
-from genlm_vllm import scores
 from genlm_vllm.row_sampler import RowSampler
 
 CHECKS = (
@@ -40,17 +40,17 @@ class BatchesOnDevice(deque[Any]):
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    create, add = RowSampler.__init__, scores.ScoreStore.add
+    create, add = RowSampler.__init__, PieceScores.add
 
     def create_on_device(sampler: Any, runner: Any, batches: int) -> None:
         create(sampler, runner, batches)
         sampler._batches = BatchesOnDevice(maxlen=batches)
 
-    def add_on_device(store: Any, text: Any, wanted: range, logits: Any) -> None:
-        add(store, text, wanted, logits.to(SECOND))
+    def add_on_device(scores: Any, keys: Any, logits: Any) -> None:
+        add(scores, keys, logits.to(SECOND))
 
     monkeypatch.setattr(RowSampler, "__init__", create_on_device)
-    monkeypatch.setattr(scores.ScoreStore, "add", add_on_device)
+    monkeypatch.setattr(PieceScores, "add", add_on_device)
     with simulated_devices(monkeypatch):
         yield
 

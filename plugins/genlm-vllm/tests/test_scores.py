@@ -19,9 +19,9 @@ from genlm import (
     EvaluationError,
     TokenIdError,
 )
+from genlm.prefix import PieceScores
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.scores import ScoreStore
 
 from .interpreted_triton import SECOND_RUNNER
 from .traffic import (
@@ -268,14 +268,14 @@ def test_scores_that_are_not_numbers_are_an_error(
     if engine.statistics()["processes"] == "own":
         pytest.skip("the store is in the other process")
     [text] = prompts(20)
-    add = ScoreStore.add
+    add = PieceScores.add
 
-    def spoiled(store: Any, request: Any, wanted: Any, logits: Any) -> None:
+    def spoiled(scores: Any, keys: Any, logits: Any) -> None:
         fourth = torch.tensor([3], device=logits.device)
-        add(store, request, wanted, logits.index_fill(0, fourth, torch.nan))
+        add(scores, keys, logits.index_fill(0, fourth, torch.nan))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ScoreStore, "add", spoiled)
+        patch.setattr(PieceScores, "add", spoiled)
         [error] = finish(engine, [score(engine, text, 5)])
     assert isinstance(error, EvaluationError)
     assert "1 of 15 rows that are not distributions" in str(error)

@@ -18,7 +18,6 @@ import torch
 from genlm.plugin import EvaluationError, Query, describe_error, device_index
 from genlm.prefix import PieceScores, TextResult
 from genlm_vllm.messages import NewQuery
-from genlm_vllm.processes import without_frames
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
@@ -32,6 +31,18 @@ _MIN_POSITIONS = 128
 reads the whole output embedding."""
 
 
+class ScoredText(NamedTuple):
+    """A text and its scores.
+
+    Attributes:
+        query: Query for the text.
+        scores: Results, or the error, of the text.
+    """
+
+    query: NewQuery
+    scores: PieceScores
+
+
 class Span(NamedTuple):
     """The tokens of a text that a step computes.
 
@@ -42,7 +53,7 @@ class Span(NamedTuple):
         length: Number of tokens.
     """
 
-    text: NewQuery
+    text: ScoredText
     row: int
     begin: int
     length: int
@@ -50,14 +61,14 @@ class Span(NamedTuple):
     @property
     def wanted(self) -> range:
         """Targets that these tokens predict."""
-        first, count = self.text.first, len(self.text.targets)
+        first, count = self.text.query.first, len(self.text.query.targets)
         begin = max(0, self.begin - first)
         return range(begin, min(count, self.begin + self.length - first))
 
     @property
     def rows(self) -> range:
         """Indices of the hidden states that predict the wanted targets."""
-        wanted, offset = self.wanted, self.row + self.text.first - self.begin
+        wanted, offset = self.wanted, self.row + self.text.query.first - self.begin
         return range(wanted.start + offset, wanted.stop + offset)
 
 
@@ -80,42 +91,22 @@ class ScoreStore:
         self.vocabulary = vocabulary
         self.is_active = is_active
         self.is_alone = is_alone
-        self.texts: dict[int, NewQuery] = {}
-        self._results: dict[int, PieceScores | Exception] = {}
+        self.texts: dict[int, ScoredText] = {}
 
-    def begin(self, text: NewQuery) -> None:
+    def begin(self, query: NewQuery) -> None:
         """Score a text from the next step on, until `take` is called."""
-        query = Query(text.query_id, (), outputs=text.outputs, targets=text.targets)
-        self.texts[text.query_id] = text
-        self._results[text.query_id] = PieceScores([query], self.vocabulary)
+        text = Query(query.query_id, (), outputs=query.outputs, targets=query.targets)
+        scores = PieceScores([text], self.vocabulary)
+        self.texts[query.query_id] = ScoredText(query, scores)
 
-    def add(self, text: NewQuery, wanted: range, logits: torch.Tensor) -> None:
-        """Score some targets of a text, or reduce the rows that predict them.
-
-        Args:
-            text: The text.
-            wanted: Indices of the targets.
-            logits: Logits that predict the targets, shape `(len(wanted), width)`.
-        """
-        scores = self._results[text.query_id]
-        if isinstance(scores, PieceScores):
-            scores.add(np.arange(wanted.start, wanted.stop), logits)
-
-    def fail(self, text: NewQuery, error: Exception) -> None:
-        """Store an error, such as out of memory; raising it would end vLLM."""
-        self._results[text.query_id] = without_frames(error)
-
-    def take(self, query_id: int) -> TextResult | Exception | None:
+    def take(self, query_id: int) -> TextResult | None:
         """Remove a text and return its scores or the error that was stored.
 
         Returns None if scores are missing, because positions in vLLM's prefix cache were not
         computed.
         """
-        self.texts.pop(query_id, None)
-        scores = self._results.pop(query_id, None)
-        if isinstance(scores, PieceScores):
-            return scores.results()[0] if scores.is_complete else None
-        return scores
+        _, scores = self.texts.pop(query_id)
+        return scores.results()[0] if scores.is_complete else None
 
 
 def start_scores(runner: Any, store: ScoreStore) -> bool:
@@ -147,7 +138,7 @@ def start_scores(runner: Any, store: ScoreStore) -> bool:
                     int(step_batch.num_scheduled_tokens[place]),
                 )
                 for text in store.texts.values()
-                if (place := places.get(text.name)) is not None
+                if (place := places.get(text.query.name)) is not None
             ]
             _score(logits, hidden_states, spans, adapters, store)
             return compute(logits, hidden_states, step_batch, *arguments)
@@ -162,12 +153,12 @@ def start_scores(runner: Any, store: ScoreStore) -> bool:
         spans = [
             Span(
                 text,
-                int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[text.name]]),
-                runner.requests[text.name].num_computed_tokens,
-                num_scheduled_tokens[text.name],
+                int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]]),
+                runner.requests[name].num_computed_tokens,
+                num_scheduled_tokens[name],
             )
             for text in store.texts.values()
-            if text.name in num_scheduled_tokens
+            if (name := text.query.name) in num_scheduled_tokens
         ]
         _score(runner.model.compute_logits, hidden_states, spans, adapters, store)
         return original(hidden_states, num_scheduled_tokens)
@@ -196,16 +187,16 @@ def _score(
             with adapters.set_for(part):
                 logits = compute_logits(hidden_states[part])
             if logits is not None and store.is_active:
-                _add(logits, begin, spans, store)
+                _add(logits, begin, spans)
     except Exception as error:
         if not store.is_alone:  # all ranks compute logits together
             raise
         message = f"vLLM did not compute the scores: {describe_error(error)}"
         for span in spans:
-            store.fail(span.text, EvaluationError(message))
+            span.text.scores.put(0, EvaluationError(message))  # raising it would end vLLM
 
 
-def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreStore) -> None:
+def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span]) -> None:
     """Add a piece of the logits, which begins at position `begin` of all spans together."""
     first = 0
     for span in spans:
@@ -213,7 +204,8 @@ def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span], store: ScoreSt
         high = min(first + len(span.wanted), begin + len(logits))
         if low < high:
             part = logits[low - begin : high - begin]
-            store.add(span.text, span.wanted[low - first : high - first], part)
+            targets = span.wanted[low - first : high - first]
+            span.text.scores.add(np.arange(targets.start, targets.stop), part)
         first += len(span.wanted)
 
 

@@ -52,7 +52,7 @@ class WorkerRows:
         """Accept the inputs of a step."""
         for query_id in inputs.dropped:
             self._works.pop(query_id, None)
-            self._scores.take(query_id)
+            self._scores.texts.pop(query_id, None)
         for query in inputs.queries.values():
             if query.targets:
                 self._scores.begin(query)

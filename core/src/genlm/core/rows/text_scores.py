@@ -102,12 +102,13 @@ class PieceScores:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the logits before all targets were added."""
+        """Whether every text has a result, or the logits before all of its targets."""
         return bool(self._is_added.all())
 
     def put(self, index: int, result: TextResult) -> None:
-        """Set the result of a text that was computed by other means."""
+        """Set the result of a text that was computed by other means, or its error."""
         self._results[index] = result
+        self._is_added[self.ends[index] : self.ends[index + 1]] = True
 
     @torch.inference_mode(False)  # results are normal tensors, also of engines that use it
     def results(self) -> list[TextResult]:

@@ -20,7 +20,7 @@ from genlm.core.rows.row_functions import ReductionOfFunction
 from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.processes import TRANSPORT, Outputs
+from genlm_vllm.messages import TRANSPORT, Outputs
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER

@@ -18,8 +18,14 @@ from recorded_streams import RecordedStreams
 from genlm.core.rows.reductions import TopK
 from genlm.plugin import Completion, EvaluationError, Reduced
 from genlm_vllm import worker as worker_module
-from genlm_vllm.messages import ComputedPart, NewQuery, StepInputs, VocabularyIds
-from genlm_vllm.processes import TRANSPORT, Outputs
+from genlm_vllm.messages import (
+    TRANSPORT,
+    ComputedPart,
+    NewQuery,
+    Outputs,
+    StepInputs,
+    VocabularyIds,
+)
 from genlm_vllm.row_sampler import REQUEST_PREFIX, replace_sampler
 from genlm_vllm.scores import ScoreStore
 from genlm_vllm.worker import RowWorker

@@ -1,7 +1,8 @@
-"""Messages from the engine to vLLM's workers; those to other processes are pickled.
+"""Messages between the engine and vLLM's workers, pickled if these are in other processes.
 
 Before a step, the workers receive new queries and the new tokens of requests (`StepInputs`).
-After it, they receive which sequences are computed (a `ComputedPart` for each query).
+After it, they receive which sequences are computed (a `ComputedPart` for each query), and
+return results.
 """
 
 from __future__ import annotations
@@ -11,7 +12,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from genlm_vllm.processes import Outputs
+from genlm.plugin import GroupReduction, Reduction, Transport
+
+TRANSPORT = Transport("vLLM's process")
+"""Packs requested outputs and results for other processes."""
+
+
+class Outputs(tuple[Reduction | GroupReduction | None, ...]):
+    """Requested outputs of a query. One that another process cannot load fails alone."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return _load_outputs, (TRANSPORT.pack_outputs(self),)
+
+
+def _load_outputs(packed: Any) -> Outputs:
+    return Outputs(TRANSPORT.unpack_outputs(packed))
 
 
 @dataclass(frozen=True)

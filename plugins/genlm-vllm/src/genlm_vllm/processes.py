@@ -1,4 +1,4 @@
-"""vLLM's workers in other processes: transport of results, and the reasons of failures.
+"""vLLM's workers in other processes: how they end, and the reasons of failures.
 
 vLLM logs an exception in the process that raises it. If a worker fails while it starts, vLLM
 reports to the process that loads the model only that a worker failed. `FailureLog` and
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from genlm import EngineDiedError
-from genlm.plugin import GroupReduction, Reduction, Transport, describe_error
+from genlm.plugin import describe_error
 
 SOCKETS = "GENLM_VLLM_SOCKETS"
 """Environment variable with the folder for the sockets of vLLM's processes."""
@@ -28,24 +28,8 @@ SOCKETS = "GENLM_VLLM_SOCKETS"
 VARIABLE = "GENLM_VLLM_FAILURES"
 """Environment variable that names the file of a `FailureLog`."""
 
-TRANSPORT = Transport("vLLM's process")
-"""Packs requested outputs and results for other processes."""
-
 _MAX_BYTES = 2**12
 """Maximum number of bytes of a line, and of all lines of a process."""
-
-
-class Outputs(tuple[Reduction | GroupReduction | None, ...]):
-    """Requested outputs of a query. One that another process cannot load fails alone."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> Any:
-        return _load_outputs, (TRANSPORT.pack_outputs(self),)
-
-
-def _load_outputs(packed: Any) -> Outputs:
-    return Outputs(TRANSPORT.unpack_outputs(packed))
 
 
 class FailureLog:

@@ -34,9 +34,8 @@ from genlm_vllm.adapters import Adapters
 from genlm_vllm.contexts import ContextTable
 from genlm_vllm.idle_requests import IdleRequests
 from genlm_vllm.member_requests import MemberRequests, RecentGenerations
-from genlm_vllm.messages import ComputedPart, NewQuery
+from genlm_vllm.messages import ComputedPart, NewQuery, Outputs
 from genlm_vllm.pending_query import PendingQuery
-from genlm_vllm.processes import Outputs
 from genlm_vllm.running_requests import (
     Integers64,
     Parent,

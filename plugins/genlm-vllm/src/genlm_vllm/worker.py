@@ -28,9 +28,8 @@ from genlm.plugin import (
 )
 from genlm_vllm.cpu_packing import packing_again
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
+from genlm_vllm.messages import TRANSPORT, ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.processes import (
-    TRANSPORT,
     ExecutorError,
     ignore_interrupts,
     record_failures,

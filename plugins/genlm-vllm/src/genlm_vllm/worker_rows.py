@@ -21,8 +21,8 @@ from genlm.plugin import (
     device_index,
     reduce_logits,
 )
-from genlm_vllm.messages import ComputedPart, NewQuery, StepInputs
-from genlm_vllm.processes import Outputs, without_frames
+from genlm_vllm.messages import ComputedPart, NewQuery, Outputs, StepInputs
+from genlm_vllm.processes import without_frames
 from genlm_vllm.row_sampler import RowSampler
 from genlm_vllm.scores import ScoreStore
 

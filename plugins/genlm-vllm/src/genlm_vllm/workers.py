@@ -7,8 +7,7 @@ from textwrap import shorten
 from typing import Any
 
 from genlm.plugin import Completion, EvaluationError, PackedCompletions, Vocabulary
-from genlm_vllm.messages import ComputedPart, StepInputs, VocabularyIds
-from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.messages import TRANSPORT, ComputedPart, StepInputs, VocabularyIds
 from genlm_vllm.worker import Reply, call_workers
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from population_programs import run_population_programs
 
 from genlm import AsyncLM
 from genlm.plugin import TokenSequence
@@ -200,6 +201,18 @@ def test_members_of_a_population_have_the_rows_of_their_sequences(
             sequences = [context.token_ids for context in population]
             assert oracle.largest_error(sequences, list(logprobs)) <= 1e-4
         assert used(engine, "graphs_replayed") >= 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral with a short window", "gemma2"])
+def test_random_programs_of_populations(name: str, tokenizer: Any) -> None:
+    model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
+    oracle = Oracle(model)
+    engine = captured(model, tokenizer)
+    with AsyncLM(lambda: engine) as lm:
+        run_population_programs(
+            lm, oracle.row, programs=2, steps=10, tolerance=2e-4, max_length=14
+        )
+    assert used(engine, "graphs_replayed") >= 5
 
 
 def test_several_prompts_are_several_shared_prefixes(long_llama: Any, tokenizer: Any) -> None:

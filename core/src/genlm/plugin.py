@@ -125,6 +125,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.engines.verified import VerifiedFamilies as VerifiedFamilies
     from genlm.engines.verified import check_causal as check_causal
+    from genlm.engines.verified import check_unverified_option as check_unverified_option
     from genlm.engines.verified import check_verified as check_verified
     from genlm.engines.versions import installed_versions as installed_versions
     from genlm.engines.versions import supported_version as supported_version

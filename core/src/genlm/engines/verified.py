@@ -57,6 +57,17 @@ def check_causal(facts: ModelFacts) -> None:
         )
 
 
+def check_unverified_option(unverified: object) -> None:
+    """Check the option `unverified` of an engine, before its model is loaded.
+
+    Raises:
+        ValueError: It is neither `"warn"` nor `"refuse"`.
+    """
+    if unverified not in _CHOICES:
+        choices = " or ".join(map(repr, _CHOICES))
+        raise ValueError(f"unverified={unverified!r}; expected {choices}")
+
+
 def check_verified(
     engine: str, facts: ModelFacts, verified: VerifiedFamilies, *, unverified: str = "warn"
 ) -> None:
@@ -77,14 +88,12 @@ def check_verified(
     Raises:
         ModelLoadError: The family was not verified, and `unverified` is `"refuse"`; or the
             model is not causal.
-        ValueError: `unverified` is another value.
+        ValueError: As `check_unverified_option`.
 
     Warns:
         UnverifiedModelWarning: The family was not verified.
     """
-    if unverified not in _CHOICES:
-        choices = " or ".join(map(repr, _CHOICES))
-        raise ValueError(f"unverified={unverified!r}; expected {choices}")
+    check_unverified_option(unverified)
     check_causal(facts)
     if facts.key in verified.errors:
         return

@@ -14,6 +14,7 @@ from genlm.plugin import (
     ModelFacts,
     VerifiedFamilies,
     Vocabulary,
+    check_unverified_option,
     check_verified,
     context_window,
 )
@@ -93,6 +94,7 @@ class MLXEngine(PrefixEngine):
             execution_path=execution_path,
             self_test=self_test,
         )
+        check_unverified_option(unverified)
         mlx_dtype = None if dtype in {None, "auto"} else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
             model, mlx_opts, trust_remote_code=trust_remote_code

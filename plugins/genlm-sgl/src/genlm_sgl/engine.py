@@ -19,6 +19,7 @@ from genlm.plugin import (
     TokenScores,
     TokenSequence,
     Vocabulary,
+    check_unverified_option,
     checked_integer,
     claim_process,
     describe_error,
@@ -88,8 +89,8 @@ class SGLEngine(PrefixEngine):
         MissingRequirementError: The installed version of SGLang is not supported.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
         TypeError: SGLang does not have an option, or `gpu_id` is not an integer.
-        ValueError: An option is set by the engine, or requires other processes, or `gpu_id` is
-            negative.
+        ValueError: An option is set by the engine, or requires other processes, `gpu_id` is
+            negative, or `unverified` has another value.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -116,6 +117,7 @@ class SGLEngine(PrefixEngine):
     ) -> None:
         requested = options_mapping("engine_opts", engine_opts)
         checked_integer("gpu_id", gpu_id, 0)
+        check_unverified_option(unverified)
         self._version = check_version()
         self.closed = False
         claim_process(self, "SGLang", "use another process")

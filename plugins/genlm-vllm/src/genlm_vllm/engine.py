@@ -25,6 +25,7 @@ from genlm.plugin import (
     Query,
     UnsupportedCapabilityError,
     Vocabulary,
+    check_unverified_option,
     claim_process,
     describe_error,
     preserve_process_state,
@@ -94,6 +95,7 @@ class VLLMEngine:
         keep_contexts: bool = True,
     ) -> None:
         options = checked_options(engine_opts)
+        check_unverified_option(unverified)
         if multiprocess not in {None, True, False}:
             raise TypeError(f"multiprocess={multiprocess!r}; expected True, False or None")
         self._multiprocess = needs_processes(options) if multiprocess is None else multiprocess

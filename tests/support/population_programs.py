@@ -61,7 +61,7 @@ def run_population_programs(
         fixture.lm = llm
         fixture.gather(
             PopulationProgram(fixture, llm, 100 * seed + number, adapters).run(
-                random.Random(100 * seed + number).choices(CALLS, k=steps)
+                ["create", *random.Random(100 * seed + number).choices(CALLS, k=steps)]
             )
             for number in range(programs)
         )

@@ -43,7 +43,10 @@ def rows_of(engine: LlamaCppEngine, sequences: Sequence[Sequence[int]]) -> torch
 
 
 def check_memory(engine: LlamaCppEngine) -> None:
-    """llama.cpp holds the recorded lengths, and the index refers to equal tokens."""
+    """llama.cpp holds the recorded lengths, and the index refers to equal tokens.
+
+    Contexts may be released on the engine's thread, which must run this.
+    """
     sequences = engine._sequences
     held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
     assert held == sequences._lengths[: len(held)].tolist()

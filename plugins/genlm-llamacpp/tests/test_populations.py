@@ -51,7 +51,7 @@ def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None
                 lm, model.logprobs, seed=seed, programs=2, tolerance=TOLERANCE[family]
             )
             if family != "mamba":
-                check_memory(engine)
+                lm._scheduler.run(check_memory)
 
 
 class Calls:
@@ -94,7 +94,7 @@ def test_unique_children_continue_and_others_are_copied(
         assert (calls.tokens, calls.copies) == ([8], 4)
         expected = torch.stack([llama.logprobs(each.token_ids) for each in population])
         torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-        check_memory(engine)
+        lm._scheduler.run(check_memory)
         assert used(lm) == 8  # those that nobody continued are free
 
 
@@ -129,7 +129,7 @@ def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> Non
         for members, parts in ((later, 4), (population, 0)):
             rows = members.next_token_logprobs_sync()
             assert engine._context.parts == parts
-            check_memory(engine)
+            lm._scheduler.run(check_memory)
             for row, context in zip(rows, members, strict=True):
                 expected = llama.logprobs(context.token_ids)
                 torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
@@ -144,7 +144,7 @@ def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> No
         population.next_token_logprobs_sync()
         assert used(lm) == 6
         del population
-        check_memory(engine)
+        lm._scheduler.run(check_memory)
         assert used(lm) == 3
         del kept
         assert used(lm) == 0
@@ -189,7 +189,7 @@ def test_rows_are_right_after_a_batch_that_failed(
             rows = each.next_token_logprobs_sync()
             expected = torch.stack([llama.logprobs(one.token_ids) for one in each])
             torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-        check_memory(engine)
+        lm._scheduler.run(check_memory)
 
 
 def test_a_sequence_that_lost_its_end_is_not_continued_as_if_it_had_it(
@@ -224,5 +224,5 @@ def test_sequences_that_others_of_their_batch_evicted_are_computed_again(
             rows = population.next_token_logprobs_sync()
             expected = torch.stack([llama.logprobs(one.token_ids) for one in population])
             torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
-            check_memory(engine)
+            lm._scheduler.run(check_memory)
             population = population.extend(generator.integers(3, 300, 8))

@@ -73,10 +73,14 @@ class PopulationProgram:
         self._context: Context | None = None
 
     async def run(self, calls: Iterable[str]) -> None:
-        """Create a population, and run calls."""
-        for call in ("create", *calls):
-            self.calls.append(call)
-            await getattr(self, call)()
+        """Run calls, the first of which is `create`."""
+        for name in calls:
+            await self.call(name)
+
+    async def call(self, name: str) -> None:
+        """Run one of `CALLS`."""
+        self.calls.append(name)
+        await getattr(self, name)()
 
     # -- populations ------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
 
 @engine_check()
 def random_populations_agree_with_the_oracle(fixture: EngineFixture) -> None:
-    """Every result is right in any concurrent programs of populations on one engine."""
+    """Every result is right in any two concurrent programs of populations."""
     lora = Capability.LORA in fixture.lm.capabilities
     adapters = [None, *(fixture.target.adapters if lora else ())]
     variants = [{}] if fixture.target.shared else [{}, *fixture.target.tight_options]
@@ -87,8 +87,9 @@ def random_populations_agree_with_the_oracle(fixture: EngineFixture) -> None:
             PopulationProgram(fixture, models[model], seed + place, adapters)
             for place in range(2)
         ]
-        runs = zip(programs, (first, second), strict=True)
-        fixture.gather(program.run(calls) for program, calls in runs)
+        for calls in [("create", "create"), *zip(first, second, strict=True)]:
+            pairs = zip(programs, calls, strict=True)
+            fixture.gather(program.call(name) for program, name in pairs)
         pending = models[model].statistics().pending
         expect(pending == 0, "nothing pending", pending)
 

@@ -28,6 +28,7 @@ import genlm
 from genlm.constraints import Automaton, Python, predicate
 from genlm.constraints.rejection import Search
 from genlm.core.base.blocking import run_blocking
+from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.row_weights import RowWeights
 from genlm.smc import steer_sync
 
@@ -66,14 +67,14 @@ def searched(
     draw_logprobs = np.pad(np.log(np.minimum(shares, 1)), none)
     constraint = SimpleNamespace(
         language=SimpleNamespace(extra_draws=extra),
-        states=np.full(size, 2),
         test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
         with_tokens=lambda *arguments, **options: None,
         prepare=lambda token_ids, after: None,
     )
-    population = SimpleNamespace(finished=torch.zeros(size, dtype=torch.bool))
-    search = Search(constraint, population)
-    search.weights = RowWeights((size, count))
+    weights = RowWeights((size, count))
+    search = Search(
+        constraint, DrawSettings(np.arange(size), np.zeros(size, np.float32), weights)
+    )
     result = None
     for k in (first, count + 1):
         if result is None:

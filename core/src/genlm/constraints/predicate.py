@@ -35,7 +35,6 @@ from genlm.constraints.text_tokens import TextTokens, text_tokens
 from genlm.core.base.blocking import is_blocking, raise_stop_iteration
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.base.validation import checked_integer
-from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.sampling import SeedLike, checked_seeds
 
@@ -302,28 +301,20 @@ class PythonConstraint(StateConstraint):
             As `Constraint.draw`; `log_mass` is the log of an unbiased estimate, and at
             temperature 0 the log-probability of the token plus its bias.
         """
-        self._check_size(population)
-        options: dict[str, Any] = {"temperature": above_0(temperature), "bias": bias}
-        search = Search(self, population)
-        masks, index = self._draw_masks()
+        settings = self._draw_settings(population, temperature=above_0(temperature), bias=bias)
+        search = Search(self, settings)
         checked = checked_seeds(seed, len(population))
         take: Callable[[DrawnTokens], Any] = search.take
         if not is_blocking():
             take = self.language.off_thread(take)
-        finished, dead = self._finished_and_dead
         minimum, most = 1 + self.language.extra_draws, len(self.tokens.texts) + 1
         count, result = min(max(minimum, self.first_draws), most), None
         try:
             while result is None:
-                settings = DrawSettings.of(
-                    population, masks, index, finished=finished, dead=dead, **options
-                )
-                search.weights = settings.weights
                 # More draws by one seed begin with the same tokens.
                 result = await population._draw(  # noqa: SLF001 - internal to genlm
-                    settings, checked, count, take
+                    search.settings, checked, count, take
                 )
-                finished, dead = search.is_over, None
                 count = min(4 * count, most)
         finally:
             search.is_cancelled = True

@@ -135,18 +135,7 @@ class Constraint(ABC):
             TypeError: `population` is not a population.
             GenlmError: As `Population.draw`.
         """
-        self._check_size(population)
-        masks, index = self._draw_masks()
-        finished, dead = self._finished_and_dead
-        settings = DrawSettings.of(
-            population,
-            masks,
-            index,
-            finished=finished,
-            dead=dead,
-            temperature=temperature,
-            bias=bias,
-        )
+        settings = self._draw_settings(population, temperature=temperature, bias=bias)
         result: DrawnTokens = await population._draw(  # noqa: SLF001 - internal to genlm
             settings, seed, then=self._prepared
         )
@@ -160,6 +149,15 @@ class Constraint(ABC):
     def _has_own_proposal(self) -> bool:
         """Whether `draw` may use another proposal than the masks, such as one with a bias."""
         return type(self).draw is not Constraint.draw
+
+    def _draw_settings(self, population: Population, **options: Any) -> DrawSettings:
+        """Return the settings of a draw from the masks, with a temperature and a bias."""
+        self._check_size(population)
+        masks, index = self._draw_masks()
+        finished, dead = self._finished_and_dead
+        return DrawSettings.of(
+            population, masks, index, finished=finished, dead=dead, **options
+        )
 
     def _check_size(self, population: Population) -> None:
         """Raise an error for other objects than populations of the same size."""

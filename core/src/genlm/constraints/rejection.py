@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from genlm.constraints.protocol import Flags, Floats, Integers64
-from genlm.constraints.states import DEAD, FINISHED
 from genlm.core.base.arrays import host_array
 from genlm.core.rows.draws import DrawnTokens
 
 if TYPE_CHECKING:
     from genlm.constraints.predicate import PythonConstraint
-    from genlm.core.model.population import Population
-    from genlm.core.rows.row_weights import RowWeights
+    from genlm.core.model.draw_settings import DrawSettings
 
 _LOWEST_TEMPERATURE = 1e-30
 """Temperature of draws in place of 0: the most likely of the remaining tokens is drawn."""
@@ -109,32 +107,29 @@ class Search:
 
     Args:
         constraint: Tests tokens.
-        population: The population of its members.
+        settings: Settings of the first round.
 
     Attributes:
-        is_over: Whether a member needs no further draw.
+        settings: Settings of the next round: the active members are those that need draws.
         is_cancelled: Whether the draw was cancelled.
-        weights: Temperatures and biases of the draws of all members.
     """
 
-    weights: RowWeights
-
-    def __init__(self, constraint: PythonConstraint, population: Population) -> None:
+    def __init__(self, constraint: PythonConstraint, settings: DrawSettings) -> None:
+        self.settings = settings
         self.is_cancelled = False
         self._constraint = constraint
         self._extra = constraint.language.extra_draws
-        self._tested = 0  # draws of each member that is not over
+        self._tested = 0  # draws of each active member
         self._needed = 0  # draws of the member that needed most of them
-        states = constraint.states
-        is_active = ~population.finished.numpy() & (states != FINISHED)
-        self.is_over: Flags = ~is_active | (states == DEAD)
         # The columns of the result; a member without a token keeps these values.
-        self._token_ids = np.full(len(is_active), -1)
-        self._logprobs = np.where(is_active, -np.inf, 0.0)
-        self._log_mass, self._draw_logprobs = self._logprobs.copy(), np.zeros(len(is_active))
+        size = len(settings.log_mass)
+        self._token_ids = np.full(size, -1)
+        self._logprobs = settings.log_mass.astype(np.float64)
+        self._logprobs[settings.active] = -np.inf
+        self._log_mass, self._draw_logprobs = self._logprobs.copy(), np.zeros(size)
 
     def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
-        """Test the draws of members that are not over, in order.
+        """Test the draws of active members, in order.
 
         Args:
             drawn: Draws without replacement, which begin with those passed before.
@@ -144,11 +139,11 @@ class Search:
             member needs more draws.
         """
         constraint, minimum = self._constraint, 1 + self._extra
-        members = np.flatnonzero(~self.is_over)
+        members = self.settings.active
         tests = self._tests(members, drawn.token_ids.numpy()[members])
         self._tested = drawn.token_ids.shape[1]
         self._needed = max(self._needed, int(tests.place.max(initial=-1)) + minimum)
-        self.is_over[np.delete(members, tests.unfinished)] = True
+        self.settings = self.settings._replace(active=members[tests.unfinished])
         self._store(members, drawn, tests)
         if tests.unfinished.size:
             return None
@@ -193,9 +188,10 @@ class Search:
         draw_logprobs = drawn.draw_logprob.numpy()[members].astype(np.float64)
         logprobs = drawn.logprobs.numpy()[members].astype(np.float64)
         # No token, -1, has the log-probability -inf, whatever the bias of token 0.
-        biased = logprobs + self.weights.token_biases(members, np.maximum(token_ids, 0))
+        weights = self.settings.weights
+        biased = logprobs + weights.token_biases(members, np.maximum(token_ids, 0))
         ratios = log_mass_ratios(
-            biased / self.weights.temperatures[members, None],
+            biased / weights.temperatures[members, None],
             draw_logprobs,
             tests.is_accepted[is_drawn],
             place,

@@ -54,9 +54,10 @@ def test_the_effective_sample_size_is_kishs(log_weights):
     assert 1 - 1e-9 <= expected <= len(log_weights) + 1e-9
 
 
-@pytest.mark.parametrize("count", [1, 2, 1000])
-def test_equal_weights_are_as_many_as_there_are(count):
-    assert effective_sample_size([-700.0] * count) == pytest.approx(count)
+@pytest.mark.parametrize("count", [1, 2, 10, 1000])
+def test_equal_weights_are_exactly_as_many_as_there_are(count):
+    assert effective_sample_size([-700.0] * count) == count
+    assert resampled([-700.0] * count, 0.0, 1.0)[0].tolist() == [*range(count)]
     assert effective_sample_size([0.0] + [-math.inf] * count) == 1
 
 

@@ -37,7 +37,7 @@ def effective_sample_size(log_weights: LogWeights) -> float:
             are `-inf`.
         TypeError: The log-weights are not numbers.
     """
-    return float(1 / np.square(_normalise(log_weights)).sum())
+    return float(_checked_weights(log_weights).effective_size)
 
 
 @overload
@@ -58,7 +58,8 @@ def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
         ValueError: As `effective_sample_size`.
         TypeError: As `effective_sample_size`.
     """
-    weights = _normalise(log_weights)
+    weights = _checked_weights(log_weights).values
+    weights /= weights.sum()
     if isinstance(log_weights, torch.Tensor):
         return _as_tensor(weights, log_weights)
     return weights
@@ -98,7 +99,7 @@ def systematic_resampling(
     """
     if not 0 <= (uniform := checked_number("uniform", uniform)) < 1:
         raise ValueError(f"uniform={uniform!r}; expected a number from 0 to below 1")
-    weights = _normalise(log_weights)
+    weights = _checked_weights(log_weights).values
     count = len(weights) if size is None else checked_size(size, 0)
     ancestors = systematic_ancestors(weights[None], np.array([uniform]), count).reshape(-1)
     if isinstance(log_weights, torch.Tensor):
@@ -167,12 +168,12 @@ def resampled(
     if not 0 <= (below := checked_number("below", below)) <= 1:
         raise ValueError(f"below={below!r}; expected a share from 0 to 1")
     logs = float64_array(log_weights)
-    effective, size = effective_sample_size(logs), len(logs)
-    if effective >= below * size:
+    weights, size = _checked_weights(logs), len(logs)
+    if weights.effective_size >= below * size:
         ancestors, new_logs = np.arange(size), logs
     else:
         ancestors = systematic_resampling(logs, uniform)
-        new_logs = np.full(size, RelativeWeights.of(logs).log_mean)
+        new_logs = np.full(size, weights.log_mean)
     if isinstance(log_weights, torch.Tensor):
         device = log_weights.device
         return torch.from_numpy(ancestors).to(device), _as_tensor(new_logs, log_weights)
@@ -226,7 +227,8 @@ def _as_tensor(numbers: Floats, log_weights: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype, device=log_weights.device)
 
 
-def _normalise(log_weights: LogWeights) -> Floats:
+def _checked_weights(log_weights: LogWeights) -> RelativeWeights:
+    """Return the weights of particles; raise errors as `effective_sample_size`."""
     logs = float64_array(log_weights)
     if logs.ndim != 1 or not logs.size:
         raise ValueError(f"expected log-weights of shape (particles,); found {logs.shape}")
@@ -242,6 +244,4 @@ def _normalise(log_weights: LogWeights) -> Floats:
             f"expected log-weights that are finite or -inf, at least one finite; found a "
             f"maximum of {largest}"
         )
-    weights = RelativeWeights.of(logs).values
-    weights /= weights.sum()
-    return weights
+    return RelativeWeights.of(logs)

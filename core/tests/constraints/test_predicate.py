@@ -69,7 +69,6 @@ def searched(
         language=SimpleNamespace(extra_draws=extra),
         test_tokens=lambda members, ids, is_cancelled: np.isin(ids, [*accepted]),
         with_tokens=lambda *arguments, **options: None,
-        prepare=lambda token_ids, after: None,
     )
     weights = RowWeights((size, count))
     search = Search(

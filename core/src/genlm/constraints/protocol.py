@@ -170,8 +170,8 @@ class Constraint(ABC):
             )
 
     @property
-    def _finished_and_dead(self) -> tuple[Flags | None, Flags | None]:
-        """Flags of the finished and of the dead members; None if there are none."""
+    def _finished_and_dead(self) -> tuple[Flags, Flags]:
+        """Flags of the finished and of the dead members; no member has both."""
         dead = np.isneginf(attribute_values(self, "log_potential"))
         return attribute_values(self, "finished") & ~dead, dead
 

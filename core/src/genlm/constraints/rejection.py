@@ -155,7 +155,8 @@ class Search:
             *(torch.from_numpy(column).float() for column in columns),
         )
         ids = self._token_ids.copy()
-        constraint.prepare(ids, constraint.with_tokens(ids, first_draws, are_drawn=True))
+        after = constraint.with_tokens(ids, first_draws, are_drawn=True)
+        constraint.next_constraint = ids.tobytes(), after
         return accepted
 
     def _tests(self, members: Integers64, token_ids: Integers64) -> _Tests:

@@ -16,7 +16,6 @@ import torch
 
 from genlm.constraints.protocol import Constraint, Flags, Floats, Integers64, IntegersLike
 from genlm.core.base.arrays import host_array, signed_index
-from genlm.core.base.forking import cached_property
 from genlm.core.base.immutable import Immutable
 from genlm.core.base.validation import checked_size
 from genlm.core.model.members import checked_array
@@ -52,6 +51,8 @@ class StateConstraint(Immutable, Constraint):
 
     def __init__(self, states: States, vocab_size: int) -> None:
         self.states = states
+        self._finished: Flags = states == FINISHED
+        self._dead: Flags = states == DEAD
         self._vocab_size = vocab_size
         self.next_constraint: tuple[bytes, Any] | None = None
         """The tokens of the last draw, and the constraint after them until it is returned."""
@@ -61,18 +62,17 @@ class StateConstraint(Immutable, Constraint):
         """Whether the text of each member has ended."""
         return self._finished.copy()
 
-    @cached_property
-    def _finished(self) -> Flags:
-        finished: Flags = self.states == FINISHED
-        return finished
-
     @property
     def log_potential(self) -> Floats:  # type: ignore[override]
         """0 for each member, `-inf` for dead ones."""
-        return np.where(self.states == DEAD, -np.inf, 0.0)
+        return np.where(self._dead, -np.inf, 0.0)
 
     def __len__(self) -> int:
         return len(self.states)
+
+    @property
+    def _finished_and_dead(self) -> tuple[Flags, Flags]:
+        return self._finished, self._dead
 
     def _check_size(self, population: Population) -> None:
         super()._check_size(population)
@@ -113,19 +113,9 @@ class StateConstraint(Immutable, Constraint):
             are_drawn: Whether the tokens were drawn from the masks of the constraint.
         """
 
-    @cached_property
-    def _finished_and_dead(self) -> tuple[Flags | None, Flags | None]:
-        finished, dead = self._finished, self.states == DEAD
-        return finished if finished.any() else None, dead if dead.any() else None
-
     def _prepare_advance(self, token_ids: Integers64) -> None:
         ids = token_ids.copy()
-        self.prepare(ids, self._after(ids, are_drawn=True))
-
-    def prepare(self, token_ids: Integers64, after: StateConstraint) -> None:
-        """Store the constraint after drawn tokens, with the flags that its next draw reads."""
-        _ = after._finished_and_dead
-        self.next_constraint = token_ids.tobytes(), after
+        self.next_constraint = ids.tobytes(), self._after(ids, are_drawn=True)
 
 
 def first_states(size: int, state: int = LIVE) -> States:

@@ -48,6 +48,7 @@ class JoinedConstraint(Constraint):
         self._parts = parts
         self._members = members
         self._vocab_size = vocab_size
+        # Place of each member among the members of all constraints, one after the other.
         self._order = np.argsort(np.concatenate(members))
 
     @property
@@ -99,12 +100,10 @@ class JoinedConstraint(Constraint):
         return JoinedConstraint(parts, self._members, self._vocab_size)
 
     def __getitem__(self, ancestors: Any) -> JoinedConstraint:
-        members, sizes = np.concatenate(self._members), [len(part) for part in self._parts]
-        part_of, place_of = np.empty((2, len(self)), np.int64)
-        part_of[members] = np.repeat(np.arange(len(sizes)), sizes)
-        place_of[members] = ranges(0, np.array(sizes))
-        index = np.arange(len(self))[member_index(ancestors)]
-        selected_parts, places = part_of[index], place_of[index]
+        sizes = np.array([len(part) for part in self._parts])
+        index = self._order[member_index(ancestors)]
+        selected_parts = np.repeat(np.arange(len(sizes)), sizes)[index]
+        places = ranges(0, sizes)[index]
         counts = np.bincount(selected_parts, minlength=len(sizes))
         by_part = np.argsort(selected_parts, kind="stable")
         all_members = np.split(by_part, counts.cumsum()[:-1])

@@ -69,6 +69,10 @@ def test_changed_log_weights_change_neither_the_history_nor_the_filter(llm):
     for step, expected in zip(changed.history, kept.history, strict=True):
         assert step.log_weights.tolist() == expected.log_weights.tolist()
         assert step.ancestors.tolist() == expected.ancestors.tolist()
+    for changed in steer_sync(llm, PROMPT, SIZE, constraint=rule, **options):
+        changed.history[-1].log_weights[:] = 7.0
+    assert changed.log_weights.tolist() == kept.log_weights.tolist()
+    assert changed.population.tokens.tolist() == kept.population.tokens.tolist()
 
 
 def test_particles_are_compared_by_identity(states):

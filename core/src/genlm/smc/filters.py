@@ -172,7 +172,7 @@ class Filters:
         )
         weights = RelativeWeights.of(log_weights)
         is_resampled = self._running & (weights.effective_size < self._resample_below * size)
-        ancestors, next_log_weights = self._in_order, log_weights
+        ancestors, next_log_weights = self._in_order, log_weights.copy()
         if is_resampled.any():
             ancestors = self._ancestors(weights.values, is_resampled)
             members = (ancestors + np.arange(0, len(population), size)[:, None]).ravel()

@@ -135,6 +135,23 @@ def test_a_population_outlives_the_division_of_its_cache(llama: TinyGguf) -> Non
                 torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
 
 
+def test_a_cache_is_divided_for_all_members_of_a_population(llama: TinyGguf) -> None:
+    """It is divided once, also if the members are computed in several parts."""
+    engine = llama.engine()
+    engine._max_outputs = 4
+    prompts = np.arange(6 * 20).reshape(6, 20)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population([tuple(each.tolist()) for each in prompts])
+        for step in range(2):
+            rows = population.next_token_logprobs_sync()
+            expected = torch.stack([llama.logprobs(one.token_ids) for one in population])
+            torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+            assert engine._context.parts == 6
+            assert engine.statistics()["tokens_computed"] == 6 * (20 + step)
+            assert engine.statistics()["sequences_evicted"] == 0
+            population = population.extend(np.arange(6) + 10)
+
+
 def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> None:
     engine = llama.engine()
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:

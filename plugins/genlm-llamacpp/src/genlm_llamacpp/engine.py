@@ -144,7 +144,7 @@ class LlamaCppEngine(BatchEngine):
         self._division = CacheDivision(
             self._context, self._sequences, is_automatic=kv_unified is None
         )
-        self._pending_of_adapter: Sequence[Query] = ()
+        self._expected: Sequence[TokenSequence] = ()  # sequences of the step, see `_prepare`
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
 
     # -- queries ----------------------------------------------------------------------
@@ -161,7 +161,7 @@ class LlamaCppEngine(BatchEngine):
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose about one batch: the first query and others with its adapter and kind."""
         first = pending[0]
-        self._pending_of_adapter = [q for q in pending if q.adapter == first.adapter]
+        self._expected = [q.sequence for q in pending if q.adapter == first.adapter]
         has_targets = bool(first.targets)
         limit = min(self._sequences.max_requests, self._max_outputs)
         batch: list[Query] = []
@@ -229,7 +229,7 @@ class LlamaCppEngine(BatchEngine):
             for group, _ in parts
             for sequence in group.generation.lineage.sequences(group.wanted)
         ]
-        self._division.adapt(members)
+        self._expected = members
         values = super().evaluate_groups(parts)
         keys = [member.key for member in members]
         self._sequences.assign_to_populations(parts[0][0].adapter, keys)
@@ -306,12 +306,13 @@ class LlamaCppEngine(BatchEngine):
     # -- computation ------------------------------------------------------------------
 
     def _prepare(self, queries: Sequence[Query]) -> None:
-        """Divide or share the cache for the queries of a step.
+        """Divide or share the cache for the sequences of a step.
 
-        Pending queries of the same adapter are taken into account.
+        These are all pending queries of an adapter, or all requested members of populations, of
+        which `queries` may be a part.
         """
-        pending, self._pending_of_adapter = self._pending_of_adapter or queries, ()
-        self._division.adapt([query.sequence for query in pending])
+        expected, self._expected = self._expected, ()
+        self._division.adapt(expected or [query.sequence for query in queries])
 
     def _compute(
         self,

@@ -48,11 +48,11 @@ def check_memory(engine: LlamaCppEngine) -> None:
     Contexts may be released on the engine's thread, which must run this.
     """
     sequences = engine._sequences
-    held = [engine._context.held(seq_id) for seq_id in range(sequences._count)]
-    assert held == sequences._lengths[: len(held)].tolist()
-    assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
-        range(sequences._count)
-    )
+    count = engine._context.n_seq_max
+    held = [engine._context.held(seq_id) for seq_id in range(count)]
+    assert held == sequences._lengths.tolist()
+    known = [*sequences._free, *sequences._idle, *sequences._pinned]
+    assert sorted(known) == list(range(count))
     assert sequences._prompts <= sequences._idle.keys()
     assert sum(map(len, sequences._marks)) == len(sequences._seq_id_by_key)
     for (adapter, key), seq_id in sequences._seq_id_by_key.items():

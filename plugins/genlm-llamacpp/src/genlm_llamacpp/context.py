@@ -42,7 +42,7 @@ _DEFAULT_CELLS = 16_384
 
 _SHARE = 0.25  # default share of free memory for the cells
 
-CELLS_ROUNDED_TO = 256
+_CELLS_ROUNDED_TO = 256
 """llama.cpp rounds the number of cells of a sequence up to a multiple of this."""
 
 _LARGEST = {"n_ctx": 2**31 - 1, "n_seq_max": 256, "threads": 512, "threads_batch": 512}
@@ -108,10 +108,11 @@ class LlamaContext:
 
     Attributes:
         parts: Number of parts into which `divide` has divided the cells, 0 for none.
+        all_cells: Number of cells of the shared cache, which `divide` divides.
         can_cut: Whether the end of a sequence can be removed.
         max_context: Maximum length of a sequence.
         n_batch: Maximum number of tokens in one call of `decode`.
-        n_cells: Number of cells of the cache.
+        n_cells: Number of cells of the cache; in a divided cache, those of all parts.
         n_logits: Width of a row of logits.
 
     Raises:
@@ -120,7 +121,8 @@ class LlamaContext:
     """
 
     def __init__(self, file: Path, options: ContextOptions) -> None:
-        self._llama, self._file = llama(), file
+        self._llama, self._file, self._options = llama(), file, options
+        self.parts = 0
         self._active: int | None = None
         self._context: Any = None
         self._model = self._load_model(options)
@@ -130,7 +132,7 @@ class LlamaContext:
         except BaseException:
             self.close()
             raise
-        self._undivided, self._all_cells = options, self.n_cells
+        self.all_cells = self.n_cells
 
     # -- memory -----------------------------------------------------------------------
 
@@ -171,7 +173,12 @@ class LlamaContext:
     @property
     def shares_tokens(self) -> bool:
         """Whether a token may belong to several sequences."""
-        return self._options.kv_unified and self.can_cut
+        return self._options.kv_unified and not self.parts and self.can_cut
+
+    @property
+    def n_seq_max(self) -> int:
+        """Number of sequences of the context."""
+        return self.parts or self._options.n_seq_max
 
     @property
     def separates_sequences(self) -> bool:
@@ -194,14 +201,14 @@ class LlamaContext:
         Raises:
             EvaluationError: There is no memory for a shared cache either.
         """
-        options = replace(self._undivided, n_ctx=self._all_cells)
+        options = replace(self._options, n_ctx=self.all_cells)
         if parts:
-            part = self._all_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
-            options = replace(options, n_ctx=part * parts, n_seq_max=parts, kv_unified=False)
+            n_ctx = parts * cells_of_part(self.all_cells, parts)
+            options = replace(options, n_ctx=n_ctx, n_seq_max=parts, kv_unified=False)
         self._free_context()  # before creation: both may not fit into memory
+        self.parts = parts
         try:
             self._open(options)
-            self.parts = parts
         except ModelLoadError as error:
             self._free_context()
             if not parts:
@@ -350,7 +357,6 @@ class LlamaContext:
 
     def _open(self, options: ContextOptions) -> None:
         """Create a context and compare it with its options."""
-        self._options, self.parts = options, 0
         self._context = self._create(options)
         self._check_context(options)
         self._memory = self._llama.llama_get_memory(self._context)
@@ -420,7 +426,7 @@ class LlamaContext:
     def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:
         cells = _DEFAULT_CELLS
         if not options.kv_unified:
-            cells = max(cells, options.n_seq_max * CELLS_ROUNDED_TO)
+            cells = max(cells, options.n_seq_max * _CELLS_ROUNDED_TO)
         values = (
             int(self._llama.llama_model_n_layer(self._model))
             * max(1, int(self._llama.llama_model_n_head_kv(self._model)))
@@ -429,11 +435,11 @@ class LlamaContext:
         nbytes = int(values * (CACHE_TYPES[type_k][1] + CACHE_TYPES[type_v][1])) or 1
         budget = cache_budget_bytes(
             share=_SHARE,
-            at_least=nbytes * CELLS_ROUNDED_TO,
+            at_least=nbytes * _CELLS_ROUNDED_TO,
             at_most=nbytes * cells,
             option="n_ctx",
         )
-        return max(CELLS_ROUNDED_TO, budget // nbytes // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO)
+        return max(_CELLS_ROUNDED_TO, budget // nbytes // _CELLS_ROUNDED_TO * _CELLS_ROUNDED_TO)
 
     def _head_width(self) -> int:
         """Return the number of values of a key in one head."""
@@ -441,6 +447,11 @@ class LlamaContext:
         heads = max(1, int(self._llama.llama_model_n_head(self._model)))
         width = metadata(self._model, f"{architecture}.attention.key_length")
         return int(width or int(self._llama.llama_model_n_embd(self._model)) // heads)
+
+
+def cells_of_part(cells: int, parts: int) -> int:
+    """Return the number of cells of each part of a divided cache."""
+    return cells // parts // _CELLS_ROUNDED_TO * _CELLS_ROUNDED_TO
 
 
 def _address(array: NDArray[Any], first: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from genlm.plugin import TokenSequence
 from genlm_llamacpp.batch import common_length
-from genlm_llamacpp.context import CELLS_ROUNDED_TO, LlamaContext
+from genlm_llamacpp.context import LlamaContext, cells_of_part
 from genlm_llamacpp.sequences import Sequences
 
 _MIN_RATIO = 4
@@ -33,8 +33,7 @@ class CacheDivision:
         self, context: LlamaContext, sequences: Sequences, *, is_automatic: bool
     ) -> None:
         self._context, self._sequences = context, sequences
-        self._n_cells, self._max_parts = context.n_cells, sequences.max_requests
-        self._may_divide = is_automatic and context.can_divide
+        self._max_parts = context.n_seq_max if is_automatic and context.can_divide else 0
 
     def adapt(self, sequences: Sequence[TokenSequence]) -> None:
         """Divide or share the cache for the sequences of a step.
@@ -42,7 +41,7 @@ class CacheDivision:
         A divided cache is shared again if there are more sequences than parts, or if the
         longest sequence does not fit into a part.
         """
-        if not self._may_divide:
+        if not self._max_parts:
             return
         parts = self._context.parts
         if self._sequences.used:
@@ -51,20 +50,14 @@ class CacheDivision:
                 self.share()
             return
         token_ids = [sequence.token_ids for sequence in sequences]
-        new_parts = choose_parts(token_ids, self._n_cells, self._max_parts)
+        new_parts = choose_parts(token_ids, self._context.all_cells, self._max_parts)
         if new_parts != parts or not self._context.is_open:
-            self._divide(new_parts)
+            self._sequences.divide(new_parts)
 
     def share(self) -> None:
         """Share the cache if it is divided; its sequences are evicted."""
         if self._context.parts:
-            self._divide(0)
-
-    def _divide(self, parts: int) -> None:
-        try:
-            self._context.divide(parts)
-        finally:
-            self._sequences.reset(self._context.parts or self._max_parts)
+            self._sequences.divide(0)
 
 
 def choose_parts(population: Sequence[Sequence[int]], cells: int, max_parts: int) -> int:
@@ -79,8 +72,7 @@ def choose_parts(population: Sequence[Sequence[int]], cells: int, max_parts: int
     if not _MIN_RATIO <= count <= max_parts:
         return 0
     longest = max(map(len, unique))
-    part = cells // count // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
-    if part < longest + longest // 2:
+    if cells_of_part(cells, count) < longest + longest // 2:
         return 0
     distinct = len(unique[0])
     for before, ids in itertools.pairwise(unique):

@@ -137,7 +137,7 @@ class LlamaCppEngine(BatchEngine):
         self._context = LlamaContext(file, options)
         self._adapters = Adapters(self._context)
         self.max_context = self._context.max_context
-        self._sequences = Sequences(self._context, n_seq_max)
+        self._sequences = Sequences(self._context)
         self._max_outputs = max(1, _MAX_OUTPUT_BYTES // (4 * self._context.n_logits))
         self._populations = Populations(self._sequences, self._max_outputs)
         self._description = self._context.description()

@@ -31,15 +31,20 @@ class Sequences:
 
     Args:
         memory: The context, whose memory this class manages.
-        count: Number of sequences.
 
     Attributes:
         evicted: Number of sequences that were removed to make room.
     """
 
-    def __init__(self, memory: LlamaContext, count: int) -> None:
-        self._memory, self._count = memory, count
-        self._ids = np.empty((count, memory.max_context), np.int32)
+    def __init__(self, memory: LlamaContext) -> None:
+        self._memory = memory
+        self.evicted = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin without sequences, as the memory after its creation."""
+        count = self._memory.n_seq_max
+        self._ids = np.empty((count, self._memory.max_context), np.int32)
         self._lengths = np.zeros(count, np.int64)
         self._adapters: list[str | None] = [None] * count
         # Length by key of the requests that a sequence holds and programs still refer to.
@@ -50,30 +55,28 @@ class Sequences:
         self._pinned: list[int] = []
         self._of_populations: set[int] = set()
         self._prompts: set[int] = set()  # sequences that hold only a prompt of scored texts
-        self.evicted = 0
 
-    def reset(self, count: int) -> None:
-        """Evict all sequences, which the memory has lost, and set the number of usable ones."""
+    def divide(self, parts: int) -> None:
+        """Evict all sequences, and divide the memory into parts, or share it for 0 parts.
+
+        Raises:
+            EvaluationError: As `LlamaContext.divide`.
+        """
         self.evicted += self.used
-        self._count, self._free = count, list(range(count - 1, -1, -1))
-        self._idle.clear()
-        self._pinned.clear()
-        self._of_populations.clear()
-        self._prompts.clear()
-        self._seq_id_by_key.clear()
-        for marks in self._marks:
-            marks.clear()
-        self._lengths[:] = 0
+        try:
+            self._memory.divide(parts)
+        finally:
+            self._reset()
 
     @property
     def used(self) -> int:
         """Number of sequences with tokens."""
-        return self._count - len(self._free)
+        return self._memory.n_seq_max - len(self._free)
 
     @property
     def max_requests(self) -> int:
         """Maximum number of rows in one call of `claim`."""
-        return self._count - len(self._pinned)
+        return self._memory.n_seq_max - len(self._pinned)
 
     @property
     def available(self) -> int:
@@ -233,7 +236,7 @@ class Sequences:
         seq_id = self._seq_id_by_key[adapter, tokens.key]
         if seq_id in self._pinned:
             return True
-        if len(self._pinned) + 1 >= self._count:
+        if len(self._pinned) + 1 >= self._memory.n_seq_max:
             return False
         del self._idle[seq_id]
         self._pinned.append(seq_id)

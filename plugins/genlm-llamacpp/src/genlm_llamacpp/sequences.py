@@ -52,7 +52,7 @@ class Sequences:
         self._seq_id_by_key: dict[tuple[str | None, bytes], int] = {}
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._pinned: list[int] = []
+        self._pinned: dict[int, None] = {}  # oldest first
         self._of_populations: set[int] = set()
         self._prompts: set[int] = set()  # sequences that hold only a prompt of scored texts
 
@@ -185,12 +185,14 @@ class Sequences:
         """Restore the state before `claim` after a failure."""
         columns = (rows.seq_ids.tolist(), rows.starts.tolist(), rows.is_new.tolist())
         for seq_id, start, is_new in zip(*columns, strict=True):
-            self._restore(seq_id, start, is_new=is_new)
+            if is_new or not self._memory.cut(seq_id, start):
+                self._remove(seq_id)
+            else:
+                self._idle[seq_id] = None
 
     def remove_prompts(self, rows: Extensions) -> None:
         """Remove prompts that only scored texts had, except those that `rows` continue."""
         for seq_id in self._prompts.difference(rows.sources.tolist()):
-            del self._idle[seq_id]
             self._remove(seq_id)
 
     def idle_by_key(self, adapter: str | None, keys: Iterable[bytes]) -> dict[bytes, int]:
@@ -226,7 +228,7 @@ class Sequences:
 
     def drop_pinned(self) -> bool:
         """Evict all pinned sequences; False if there are none."""
-        pinned, self._pinned = self._pinned, []
+        pinned = list(self._pinned)
         for seq_id in pinned:
             self._remove(seq_id)
         return bool(pinned)
@@ -239,7 +241,7 @@ class Sequences:
         if len(self._pinned) + 1 >= self._memory.n_seq_max:
             return False
         del self._idle[seq_id]
-        self._pinned.append(seq_id)
+        self._pinned[seq_id] = None
         return True
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -256,9 +258,6 @@ class Sequences:
         """Remove all sequences, or those of one adapter. No sequence may be claimed."""
         for seq_id in [*self._idle, *self._pinned]:
             if all_adapters or self._adapters[seq_id] == adapter:
-                self._idle.pop(seq_id, None)
-                if seq_id in self._pinned:
-                    self._pinned.remove(seq_id)
                 self._remove(seq_id)
 
     # -- parts ------------------------------------------------------------------------
@@ -308,7 +307,7 @@ class Sequences:
     def _rows_in_place(self, rows: Extensions) -> Integers:
         """Return the rows that continue their sources in place, one per source."""
         is_candidate = (rows.sources >= 0) & (self._lengths[rows.sources] == rows.common)
-        is_candidate &= ~np.isin(rows.sources, np.array(self._pinned, np.int64))
+        is_candidate &= ~np.isin(rows.sources, np.array([*self._pinned], np.int64))
         ends = zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)
         # Otherwise the source, to which programs may still refer, could not be restored.
         is_candidate &= [self._memory.can_continue(start, end) for start, end in ends]
@@ -320,19 +319,12 @@ class Sequences:
         longest = max(self._marks[seq_id].values(), default=0)
         if longest == self._lengths[seq_id]:
             return
-        del self._idle[seq_id]
-        self._restore(seq_id, longest, is_new=not longest)
-        if seq_id in self._idle:
-            self._lengths[seq_id] = longest
-            self._of_populations.discard(seq_id)
-            self._idle.move_to_end(seq_id, last=False)
-
-    def _restore(self, seq_id: int, length: int, *, is_new: bool) -> None:
-        """Cut a sequence to its first tokens, or remove it if the memory cannot cut it."""
-        if is_new or not self._memory.cut(seq_id, length):
+        if not longest or not self._memory.cut(seq_id, longest):
             self._remove(seq_id)
             return
-        self._idle[seq_id] = None
+        self._lengths[seq_id] = longest
+        self._of_populations.discard(seq_id)
+        self._idle.move_to_end(seq_id, last=False)
 
     def _truncate(self, seq_id: int, length: int) -> None:
         if self._lengths[seq_id] > length:
@@ -357,11 +349,13 @@ class Sequences:
             del marks[key], self._seq_id_by_key[adapter, key]
 
     def _evict(self, seq_id: int) -> None:
-        del self._idle[seq_id]
         self._remove(seq_id)
         self.evicted += 1
 
     def _remove(self, seq_id: int) -> None:
+        """Make a sequence free, whether it was idle, pinned or claimed."""
+        self._idle.pop(seq_id, None)
+        self._pinned.pop(seq_id, None)
         self._memory.cut(seq_id, 0)
         self._forget(seq_id)
         self._of_populations.discard(seq_id)

@@ -357,6 +357,20 @@ def test_kept_prefixes_leave_a_sequence_for_others(llama):
         assert lm.statistics().engine["tokens_computed"] == before + 1
 
 
+def test_a_prefix_that_is_kept_again_takes_no_further_sequence(llama):
+    engine = llama.engine(n_seq_max=3)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        lm.load_lora(llama.adapters["red"], "red")
+        for adapter in (None, "red"):
+            for _ in range(3):
+                lm.pin_prefix([5, 6, 7], lora_name=adapter)
+                lm.next_token_logprobs_sync([5, 6, 7], lora_name=adapter)
+        assert engine._sequences.pinned == 2
+        with pytest.raises(EvaluationError, match="no sequence would remain"):
+            lm.pin_prefix([5, 6])
+        check_memory(engine)
+
+
 def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):
     """A cache of 256 cells; kept prefixes take most of it."""
     with AsyncLM(lambda: llama.engine(n_ctx=256), output_cache=OutputCache(0)) as lm:

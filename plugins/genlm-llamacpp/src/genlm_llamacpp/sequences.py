@@ -234,10 +234,17 @@ class Sequences:
         return bool(pinned)
 
     def pin(self, adapter: str | None, tokens: TokenSequence) -> bool:
-        """Pin a sequence that was just computed; False if it is the last unpinned one."""
+        """Pin a sequence that was just computed, unless an equal one is pinned.
+
+        Returns:
+            False if it is the last unpinned one.
+        """
+        ids = list(tokens.token_ids)
+        for pinned in self._pinned:
+            length = self._lengths[pinned]
+            if self._adapters[pinned] == adapter and self._ids[pinned, :length].tolist() == ids:
+                return True
         seq_id = self._seq_id_by_key[adapter, tokens.key]
-        if seq_id in self._pinned:
-            return True
         if len(self._pinned) + 1 >= self._memory.n_seq_max:
             return False
         del self._idle[seq_id]

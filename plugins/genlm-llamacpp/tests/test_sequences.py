@@ -368,7 +368,7 @@ def test_a_prefix_that_is_kept_again_takes_no_further_sequence(llama):
         assert engine._sequences.pinned == 2
         with pytest.raises(EvaluationError, match="no sequence would remain"):
             lm.pin_prefix([5, 6])
-        check_memory(engine)
+        lm._scheduler.run(check_memory)
 
 
 def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):

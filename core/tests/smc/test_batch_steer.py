@@ -149,6 +149,14 @@ def test_a_step_of_all_filters_is_one_draw(llm, monkeypatch):
     assert sizes == [len(PROMPTS) * SIZE] * steps
 
 
+def test_changed_numbers_of_steps_do_not_change_the_filters(llm):
+    lengths = []
+    for batch in batch_steer_sync(llm, PROMPTS, SIZE, max_tokens=3, stop=(), seed=0):
+        lengths.append(int(batch.population.lengths[0]))
+        batch.step_counts[:] = 100
+    assert lengths == [len(PROMPTS[0]) + step for step in (1, 2, 3)]
+
+
 class NoTwo(Constraint):
     """A constraint of a user: token 2 is not allowed."""
 

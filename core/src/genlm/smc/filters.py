@@ -100,6 +100,7 @@ class Filters:
             random.random(batch.population._step)  # noqa: SLF001 - internal to genlm
         # The factors of the weight of each particle, so that a new value replaces the last one.
         self._log_weights = batch.log_weights
+        self._step_counts = batch.step_counts
         self._constraint_logs = np.zeros(len(batch.population))
         self._potential_logs = np.zeros(len(batch.population))
         self._in_order = np.tile(np.arange(batch.size), (len(batch), 1))
@@ -152,7 +153,7 @@ class Filters:
                 log_weights, active, self._constraint.log_potential, self._constraint_logs, name
             )
         population = population.finish(is_over | (log_weights == -np.inf))
-        step_counts = batch.step_counts + self._running
+        self._step_counts = step_counts = self._step_counts + self._running
         if self._potential is not None:
             is_last = self._all_finished(population) | (step_counts >= self._limits)
             is_due = self._running & (is_last | (step_counts % self._potential_every == 0))
@@ -183,7 +184,7 @@ class Filters:
         step = BatchStep(token_ids, log_weights, finished, ancestors, is_resampled)
         steps, self._log_weights = (*batch.steps, step), next_log_weights
         return ParticlesBatch(
-            population, next_log_weights.copy(), steps, step_counts, batch.llm
+            population, next_log_weights.copy(), steps, step_counts.copy(), batch.llm
         )
 
     def _ancestors(self, weights: Floats, is_resampled: Flags) -> Integers64:

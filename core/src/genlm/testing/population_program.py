@@ -40,6 +40,9 @@ CALLS = (
 )
 """The calls of a program; `PopulationProgram` has a method for each."""
 
+LEAST_LENGTH = 5
+"""Minimum of the maximum length of sequences: prompts have up to 4 tokens fewer."""
+
 _MOST_MEMBERS = 12
 
 _POPULATIONS = 4
@@ -89,7 +92,7 @@ class PopulationProgram:
 
         Some members are finished.
         """
-        longest = max(1, self.fixture.max_length - 4)
+        longest = self.fixture.max_length - LEAST_LENGTH + 1
         text = (self.fixture.some_sequences(1)[0] * longest)[:longest]
         count = self._number(1, _MOST_MEMBERS)
         adapter = self.adapters[self._number(0, len(self.adapters))]
@@ -316,7 +319,7 @@ class PopulationProgram:
     def _members(self, *, with_room: int = 0) -> ExpectedMembers:
         """Choose a population, often the last one; truncate members without room for tokens."""
         members = self._all[self._number(0, len(self._all)) if self._number(0, 2) else -1]
-        longest = max(1, self.fixture.max_length - with_room)
+        longest = self.fixture.max_length - with_room
         if max(map(len, members.sequences)) <= longest:
             return members
         return members.truncated([longest] * len(members.sequences))

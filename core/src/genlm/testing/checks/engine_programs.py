@@ -10,11 +10,11 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, OutputCache, QueryResetError
-from genlm.testing.check import engine_check, expect
+from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
 from genlm.testing.population_program import CALLS as POPULATION_CALLS
-from genlm.testing.population_program import PopulationProgram
+from genlm.testing.population_program import LEAST_LENGTH, PopulationProgram
 from genlm.testing.strategies import TokenTuple, near_misses
 
 CACHE_SIZE = 2
@@ -74,6 +74,8 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
 @engine_check()
 def random_populations_agree_with_the_oracle(fixture: EngineFixture) -> None:
     """Every result is right in any two concurrent programs of populations."""
+    if fixture.max_length < LEAST_LENGTH:
+        raise NotApplicable(f"sequences have fewer than {LEAST_LENGTH} tokens")
     lora = Capability.LORA in fixture.lm.capabilities
     adapters = [None, *(fixture.target.adapters if lora else ())]
     variants = [{}] if fixture.target.shared else [{}, *fixture.target.tight_options]

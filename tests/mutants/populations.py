@@ -246,7 +246,10 @@ class MemoryOfPopulationsReused(EvictedMemoryReused):
 
 
 @core_mutant(
-    BatchEngine, "evaluate_groups", killed_by="populations-have-their-adapter", on=cached_target
+    BatchEngine,
+    "evaluate_groups",
+    killed_by="random-populations-agree-with-the-oracle",
+    on=cached_target,
 )
 def populations_of_the_base_model(evaluate_groups):
     """Computes populations without their adapter."""

@@ -25,7 +25,6 @@ CHECKS = (
     "reductions-are-of-the-row",
     "draws-are-those-of-the-seed",
     "scores-equal-the-loop-over-rows",
-    "populations-have-their-adapter",
     "samples-are-those-of-the-seed",
     "adapters-mix-in-a-batch",
     "new-weights-are-used",

@@ -23,7 +23,6 @@ OF_SESSIONS = [
     "draws-are-those-of-the-seed",
     "loading-an-adapter-changes-no-row",
     "populations-equal-lists",
-    "populations-have-their-adapter",
     "populations-share-the-engine",
     "random-populations-agree-with-the-oracle",
     "random-programs-agree-with-the-oracle",

@@ -25,7 +25,7 @@ CHECKS = (
     "populations-equal-lists",
     "population-draws-are-those-of-the-seed",
     "populations-share-the-engine",
-    "populations-have-their-adapter",
+    "random-populations-agree-with-the-oracle",
     "samples-are-those-of-the-seed",
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genlm import AsyncLM, Capability, OutputCache, Population
+from genlm import AsyncLM, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
@@ -194,22 +194,6 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     fixture.check_population(population, members, how="after a cancelled population")
     pending = lm.statistics().pending
     expect(pending == 0, "nothing pending", pending)
-
-
-@engine_check(needs=Capability.LORA)
-def populations_have_their_adapter(fixture: EngineFixture) -> None:
-    """Concurrent populations of different adapters have the rows of their adapters."""
-    lm = fixture.load(adapters=True, output_cache=OutputCache(0))
-    names = [*fixture.adapter_names()[:2], None]
-    prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
-    ids = list(fixture.token_ids)[:2] * fixture.members
-    populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
-    for step in range(2):
-        expected = [prompt] * len(ids) if step == 0 else [(*prompt, last) for last in ids]
-        rows_by_adapter = fixture.gather(each.next_token_logprobs() for each in populations)
-        for name, rows in zip(names, rows_by_adapter, strict=True):
-            fixture.check_rows(rows, expected, name, step=step)
-        populations = [population.extend(ids) for population in populations]
 
 
 def check_populations_in_turns(

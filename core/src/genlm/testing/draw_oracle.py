@@ -170,7 +170,7 @@ class DrawOracle:
         self._is_near = is_near
 
 
-class DrawSettings(NamedTuple):
+class RandomSettings(NamedTuple):
     """Settings of draws: the arguments, and those of the `DrawOracle` of each member."""
 
     options: dict[str, Any]
@@ -179,7 +179,7 @@ class DrawSettings(NamedTuple):
 
 def random_settings(
     generator: np.random.Generator, count: int, size: int, *, has_limits: bool
-) -> DrawSettings:
+) -> RandomSettings:
     """Choose masks, temperatures, biases and limits of draws from a population.
 
     Args:
@@ -209,4 +209,4 @@ def random_settings(
         options["bias"][:, ::5] = -np.inf
         for settings, bias in zip(of_members, options["bias"], strict=True):
             settings["bias"] = bias
-    return DrawSettings(options, of_members)
+    return RandomSettings(options, of_members)

@@ -13,7 +13,7 @@ import torch
 from genlm import AsyncLM, Capability, Context, Mask, Population
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import expect
-from genlm.testing.draw_oracle import DrawOracle, DrawSettings, random_settings
+from genlm.testing.draw_oracle import DrawOracle, RandomSettings, random_settings
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.strategies import TokenTuple
 
@@ -342,7 +342,7 @@ class PopulationProgram:
         ids[np.arange(width) >= counts[:, None]] = -1
         return ids
 
-    def _settings(self, members: ExpectedMembers, *, has_limits: bool = True) -> DrawSettings:
+    def _settings(self, members: ExpectedMembers, *, has_limits: bool = True) -> RandomSettings:
         count, size = len(members.sequences), self.lm.vocab_size
         return random_settings(self._generator, count, size, has_limits=has_limits)
 
@@ -385,7 +385,7 @@ class PopulationProgram:
     def _oracle(
         self,
         members: ExpectedMembers,
-        settings: DrawSettings,
+        settings: RandomSettings,
         member: int,
         sequence: TokenTuple,
     ) -> DrawOracle:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -117,6 +120,24 @@ def test_an_item_without_symbols_is_named(item: object) -> None:
 def test_numbers_of_numpy_are_no_items_although_they_are_buffers(item: object) -> None:
     with pytest.raises(VocabularyError, match="item 0 of the vocabulary"):
         Symbols.of([item, Token(0, b"a")])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        np.array([1, 300]),
+        np.array([1, -1], np.int8),
+        array("i", [1, 300]),
+        memoryview(array("h", [1, 300])),
+        np.array([True, False]),
+    ],
+)
+@pytest.mark.parametrize("others", [[], [Token(0, b"a")], [("x",)]])
+def test_symbols_of_an_array_are_its_elements(item: Any, others: list[Any]) -> None:
+    symbols, expected = Symbols.of([*others, item]), Symbols.of([*others, tuple(item)])
+    assert symbols.codes.tolist() == expected.codes.tolist()
+    assert symbols.lengths.tolist() == expected.lengths.tolist()
+    assert symbols.objects == expected.objects
 
 
 def test_more_than_65536_distinct_symbols_still_sort() -> None:

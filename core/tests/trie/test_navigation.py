@@ -78,7 +78,15 @@ def test_a_vocabulary_object_will_do() -> None:
 
 @pytest.mark.parametrize(
     "items",
-    [[b"a", b"b", b"a"], [Token(1, b"a"), Token(1, b"a")], [EOS, b"", EOS], [b"", b""]],
+    [
+        [b"a", b"b", b"a"],
+        [Token(1, b"a"), Token(1, b"a")],
+        [EOS, b"", EOS],
+        [b"", b""],
+        [[1, 2], (1, 2), [1, 2]],
+        [bytearray(b"a"), b"a", bytearray(b"a")],
+        [np.array([300]), [300], np.array([300])],
+    ],
 )
 def test_an_item_that_occurs_twice_is_refused(items) -> None:
     with pytest.raises(

@@ -43,13 +43,11 @@ class Symbols:
     @classmethod
     def of(cls, items: Sequence[Any]) -> Symbols:
         """Read the symbols of items."""
-        try:
-            blob = b"".join(items)  # tokens are bytes: one copy for all of them
-            # `bytes.join` accepts numpy scalars, which have no length.
-            lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
-        except TypeError:
+        # Of other buffers, such as arrays of numpy, the bytes are not the symbols.
+        if not all(issubclass(kind, bytes | bytearray) for kind in set(map(type, items))):
             return cls._of_mixed(items)
-        return cls(np.frombuffer(blob, dtype=np.uint8), lengths)
+        lengths = np.fromiter(map(len, items), dtype=np.int64, count=len(items))
+        return cls(np.frombuffer(b"".join(items), dtype=np.uint8), lengths)
 
     @classmethod
     def _of_mixed(cls, items: Sequence[Any]) -> Symbols:

@@ -266,10 +266,20 @@ def _check_distinct(decode: Sequence[Any], layout: TrieLayout) -> None:
     ranks = np.union1d(equal, equal + 1)
     for position in np.sort(layout.order[ranks]).tolist():
         item = decode[position]
-        first = position_of.setdefault(item, position)
+        first = position_of.setdefault(_key(item), position)
         if first != position:
             raise VocabularyError(
                 f"Duplicate word in vocabulary: items {first} and {position} are both "
                 f"{item!r}; tokens that share bytes need distinct ids: "
                 f"Token(token_id, byte_string)"
             )
+
+
+def _key(item: Any) -> Hashable:
+    """Return a hashable object that is equal for equal items: lists have no hash."""
+    try:
+        hash(item)
+    except (TypeError, ValueError):  # ValueError: a memoryview that can be written
+        return type(item), tuple(item)
+    key: Hashable = item
+    return key

@@ -124,6 +124,24 @@ def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
 
 
 @pytest.mark.parametrize(
+    "ws",
+    [
+        torch.zeros(3, device="meta"),
+        torch.ones(3).to_sparse(),
+    ],
+)
+def test_tensors_without_dense_values_are_refused_by_every_reduction(trie, ws) -> None:
+    for compute in (
+        lambda: trie.weight_sum(ws),
+        lambda: trie.batch_weight_max([ws, ws]),
+        lambda: trie.partial_logsumexp(ws, [trie.root]),
+        lambda: trie.partial_sum(ws, []),
+    ):
+        with pytest.raises(WeightsError, match="an array or a dense tensor; found"):
+            compute()
+
+
+@pytest.mark.parametrize(
     ("ws", "message"),
     [
         (np.zeros(3), r"shape \(rows, 3\); found shape \(3,\)"),

@@ -106,6 +106,19 @@ def test_numpy_lists_and_mixtures_give_the_same(operation) -> None:
     assert trie.batch_weight_sum([], returns="torch").shape == (0, len(trie))
 
 
+@pytest.mark.parametrize("operation", ["sum", "max", "logsumexp"])
+def test_arrays_of_any_strides_and_byte_order_are_taken(operation) -> None:
+    trie, core = on_cpu(), TokenCharacterTrie(WORDS)
+    read_only = np.array(WS)
+    read_only.flags.writeable = False
+    for ws in (np.array(WS)[::-1], np.array(WS, ">f8"), np.array([0, *WS])[1:], read_only):
+        values = getattr(trie, f"weight_{operation}")(ws)
+        np.testing.assert_allclose(values, getattr(core, f"weight_{operation}")(ws))
+        np.testing.assert_array_equal(
+            getattr(trie, f"partial_{operation}")(ws, range(len(trie))), values
+        )
+
+
 def test_results_stay_on_the_device_and_nothing_waits_for_it() -> None:
     # Tensors on "meta" have no values; reading one raises an error.
     trie = DeviceTrie(WORDS)
@@ -179,6 +192,18 @@ def test_some_nodes_have_the_values_that_all_nodes_have(operation) -> None:
 def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
     with pytest.raises(WeightsError, match=message):
         trie.weight_sum(ws)
+
+
+def test_sparse_tensors_are_refused_by_every_reduction(trie) -> None:
+    ws = torch.ones(5).to_sparse()
+    for compute in (
+        lambda: trie.weight_sum(ws),
+        lambda: trie.batch_weight_max([ws, ws]),
+        lambda: trie.partial_logsumexp(ws, [trie.root]),
+        lambda: trie.partial_sum(ws, []),
+    ):
+        with pytest.raises(WeightsError, match="an array or a dense tensor; found"):
+            compute()
 
 
 @pytest.mark.parametrize("ws", [torch.zeros(5), torch.zeros(2, 4), [torch.zeros(5), [1.0]]])

@@ -121,6 +121,8 @@ class DeviceTrie(TokenCharacterTrie):
         if device.type == "cpu" and self.kernels is None:
             return None
         try:
+            if is_array:  # torch takes neither negative strides nor another byte order
+                rows = np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
             weights = torch.tensor(rows, device=device) if is_array else rows.to(device)
         except TypeError as error:  # a numpy dtype without an equivalent in torch
             raise WeightsError("real numbers", f"values of type {rows.dtype}") from error

@@ -42,7 +42,8 @@ def read_rows(ws: Any, n_tokens: int, dimensions: tuple[int, ...]) -> Rows:
         Real numbers, `(rows, n_tokens)`; may share memory with `ws`.
 
     Raises:
-        WeightsError: The weights have another shape, or are not real numbers.
+        WeightsError: The weights have another shape, are not real numbers, or are a
+            sparse, quantised or nested tensor.
     """
     rows = (
         _stack_rows(ws, n_tokens) if dimensions == (2,) and isinstance(ws, list | tuple) else ws
@@ -106,6 +107,9 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _array_like(ws: Any) -> Any:
     if _is_tensor(ws):
+        # A trie for a device may compute shapes and dtypes on the device meta.
+        if not ws.is_meta and (problem := unreadable_tensor(ws)):
+            raise WeightsError("an array or a dense tensor", problem)
         return ws.detach()
     try:
         return np.asarray(ws)

@@ -193,10 +193,10 @@ class Vocabulary:
 
     @functools.cached_property
     def _ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
-        ids: dict[bytes, tuple[int, ...]] = {}
+        ids: dict[bytes, list[int]] = {}
         for key, text in self._texts():
-            ids[text] = (*ids.get(text, ()), key)
-        return ids
+            ids.setdefault(text, []).append(key)
+        return {text: tuple(keys) for text, keys in ids.items()}
 
     def _texts(self) -> list[tuple[int, bytes]]:
         """Return the ids and plain bytes of the text tokens."""

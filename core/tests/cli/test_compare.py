@@ -256,6 +256,8 @@ def test_ids_outside_the_vocabulary_are_not_skipped(folder: str, tmp_path: Path)
         (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
         (["--backends", "reference,hf", "--timeout", "0"], "expected a positive"),
         (["--backends", "reference,hf", "--timeout", "nan"], "expected a positive"),
+        (["--backends", "reference,hf", "--timeout", "inf"], "expected a positive"),
+        (["--backends", "reference,hf", "--timeout", "1e7"], "expected a positive"),
         (["--backends", "reference,hf", "--texts", "no/such"], "No such file"),
         (["--backends", "reference,hf", "--ids", "no/such"], "No such file"),
         (["--backends", "reference,hf", "--ids", __file__], "expected an array of token ids"),

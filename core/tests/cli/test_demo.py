@@ -69,6 +69,13 @@ def test_a_prompt_that_breaks_the_constraint_is_a_usage_error() -> None:
     assert "more than 5" in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("letters", ["0", "101", "99999999999999999999"])
+def test_a_limit_without_a_table_of_its_states_is_a_usage_error(letters: str) -> None:
+    result = invoke(*OPTIONS, "--max-letters", letters)
+    assert result.exit_code == 2
+    assert "--max-letters" in result.output
+
+
 def test_a_prompt_of_undecodable_bytes_is_a_usage_error() -> None:
     result = invoke(*OPTIONS, "--prompt", "caf\udce9")
     assert result.exit_code == 2

@@ -124,7 +124,10 @@ def test_a_name_that_is_no_name_is_refused(refused, name):
     assert "expected lower-case letters" in refused("--", name)
 
 
-@pytest.mark.parametrize("name", ["hf", "vllm", "reference", "numpy", "control", "core"])
+@pytest.mark.parametrize(
+    "name",
+    ["hf", "vllm", "reference", "numpy", "control", "core", "trie-cuda", "lm-eval", "lm_eval"],
+)
 def test_a_name_that_is_taken_is_refused(refused, name):
     assert f"'{name}' is taken by genlm-" in refused(name)
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import select
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+import typer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import genlm
 from genlm import AsyncLM, Token, Vocabulary
 from genlm.cli import app
+from genlm.cli.arguments import require_writable
+from genlm.cli.text_file import texts_of
 from genlm.core.model import lm
 
 TEXTS = ["The cat sat.", "Ünicode, too ", "x"]
@@ -207,6 +213,35 @@ def test_an_output_that_cannot_be_computed_leaves_no_file(tmp_path: Path) -> Non
     arguments = ("-", "--output", str(output), "--options", '{"max_context": 2}')
     assert score(*arguments, stdin="long enough").exit_code == 2
     assert not output.exists()
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_a_field_that_is_nested_too_deeply_is_a_usage_error(depth: int) -> None:
+    line = json.dumps({"text": "a", "id": 0}).replace("0", "[" * depth + "]" * depth)
+    result = score("-", "--output", "-", stdin=f'{{"text": "b"}}\n{line}\n')
+    if result.exit_code == 0:  # newer versions of Python have less deep stacks
+        assert len(result.stdout.splitlines()) == 2
+    else:
+        assert result.exit_code == 2, result.exception
+        assert "line 2" in result.output
+
+
+def test_a_closed_standard_input_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(typer.BadParameter, match="standard input is closed"):
+        texts_of("-", "auto")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_the_reader_of_a_named_pipe_waits_for_the_scores(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ends = select.poll()
+    ends.register(reader, select.POLLHUP)
+    require_writable("--output", pipe)
+    assert ends.poll(0) == [], "a writer has closed the pipe"
+    os.close(reader)
 
 
 def test_texts_that_are_too_long_are_named_by_their_lines() -> None:

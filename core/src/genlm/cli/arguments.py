@@ -100,6 +100,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 def require_writable(option: str, path: Path) -> None:
     """Refuse a file that cannot be written, before its content is computed."""
     existed = path.exists()
+    if path.is_fifo():  # its reader would see the end of the file
+        return
     try:
         path.open("a").close()
     except OSError as error:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from genlm.cli.engine_process import EngineRows
     from genlm.testing.comparison import Differences
 
+_MAX_TIMEOUT_S = 2_000_000
+"""Systems wait for at most 2**31 milliseconds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -105,8 +108,10 @@ def compare(
     """
     if texts is not None and ids is not None:
         raise bad_value("--ids", "pass --texts or --ids, not both")
-    if timeout is not None and not timeout > 0:
-        raise bad_value("--timeout", f"{timeout:g}: expected a positive number")
+    if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT_S:
+        raise bad_value(
+            "--timeout", f"{timeout:g}: expected a positive number up to {_MAX_TIMEOUT_S:,}"
+        )
     names = _backend_names(backends)
     limit = _bound(bound, dtype)
     engine_options = _engine_options(options, names)

@@ -24,7 +24,7 @@ def demo(
         int, typer.Option(min=1, help="Maximum number of tokens per text.")
     ] = 40,
     max_letters: Annotated[
-        int, typer.Option(min=1, help="Maximum length of a word in letters.")
+        int, typer.Option(min=1, max=100, help="Maximum length of a word in letters.")
     ] = 5,
     seed: SeedOption = 0,
 ) -> None:

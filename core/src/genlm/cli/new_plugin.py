@@ -27,7 +27,10 @@ _FILES = {
 }
 """Templates and the paths of the files made from them."""
 
-_OTHER_DISTRIBUTIONS = {"backend", "bytes", "control", "core", "grammar"}
+_OTHER_DISTRIBUTIONS = {
+    "backend", "bytes", "control", "core", "grammar", "lm-eval", "trie-cuda",
+}  # fmt: skip
+"""Distributions, without genlm-, that have no backend of their name."""
 
 
 @plugin_commands.callback()
@@ -71,8 +74,10 @@ def _check(name: str) -> None:
     taken = {info.name: info.distribution for info in list_backends()}
     taken |= {published: distribution for published, (_, distribution) in PUBLISHED.items()}
     taken |= {other: f"genlm-{other}" for other in _OTHER_DISTRIBUTIONS}
-    if name in taken:
-        raise typer.BadParameter(f"{name!r} is taken by {taken[name]}; choose another name")
+    # "_" and "-" are equal in names of distributions.
+    holder = taken.get(name) or taken.get(name.replace("_", "-"))
+    if holder is not None:
+        raise typer.BadParameter(f"{name!r} is taken by {holder}; choose another name")
 
 
 def _write(root: Path, name: str) -> dict[str, Path]:

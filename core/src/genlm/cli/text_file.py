@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from genlm.cli.arguments import bad_value, json_object
+from genlm.cli.output import finite
 
 _JSON_LINES = ".jsonl", ".ndjson"
 
@@ -19,7 +20,7 @@ class LineOfText(NamedTuple):
         line: Line number from 1.
         text: The text.
         prompt: The prompt before it, if there is one.
-        other_fields: Further fields of a JSON line.
+        other_fields: Further fields of a JSON line, with names in place of infinities and NaN.
     """
 
     line: int
@@ -67,6 +68,8 @@ def read_lines(file: str, argument: str = "FILE") -> list[str]:
     Raises:
         typer.BadParameter: The file cannot be read or contains no text.
     """
+    if file == "-" and sys.stdin is None:
+        raise bad_value(argument, f"{file!r}: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         content = data.decode("utf-8-sig")
@@ -96,4 +99,10 @@ def _parse_json_line(number: int, line: str, hint: str) -> LineOfText:
         raise bad_value(
             "FILE", f"line {number} has half of a surrogate pair, which is not a character"
         )
+    try:
+        fields = finite(fields)
+    except RecursionError as error:
+        raise bad_value(
+            "FILE", f"line {number} has a field that is nested too deeply"
+        ) from error
     return LineOfText(number, text, prompt, fields)

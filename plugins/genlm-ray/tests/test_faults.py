@@ -420,15 +420,21 @@ def test_what_a_replica_raises_when_it_returns_is_in_the_error(in_process):
     assert "the hub did not respond" in str(error)
 
 
-@pytest.mark.parametrize("problem", ["it ends", "it does not respond"])
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (True, "a replica has ended and is not restarted: ActorDiedError"),
+        (False, "a replica did not accept this program within 0.5 s"),
+    ],
+)
 def test_a_replica_that_ends_or_hangs_before_it_is_used_is_an_error(
-    in_process, monkeypatch, problem
+    in_process, monkeypatch, ends, message
 ):
     async def attach(*_):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Replica, "attach", attach)
-    if problem == "it ends":
+    if ends:
 
         async def answer(*_):
             raise ray.exceptions.ActorDiedError
@@ -437,7 +443,7 @@ def test_a_replica_that_ends_or_hangs_before_it_is_used_is_an_error(
     options = {"engine": "reference", "replicas": 1, "load_timeout_s": 0.5}
     error = _ended(lambda: in_process(**options))
     assert isinstance(error, ModelLoadError)
-    assert "a replica did not accept this program within 0.5 s" in str(error)
+    assert message in str(error)
 
 
 def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):

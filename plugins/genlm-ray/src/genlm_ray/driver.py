@@ -345,10 +345,14 @@ class Driver:
                         break
         except RayTaskError as error:
             raise error.cause from None
-        except (RayError, TimeoutError) as error:
+        except TimeoutError as error:
             raise ModelLoadError(
-                f"a replica did not accept this program within {self._load_timeout_s:g} s: "
-                f"{describe_error(error)}"
+                f"a replica did not accept this program within {self._load_timeout_s:g} s; "
+                f"increase load_timeout_s="
+            ) from error
+        except RayError as error:
+            raise ModelLoadError(
+                f"a replica has ended and is not restarted: {describe_error(error)}"
             ) from error
         link.begin(session, configuration, description)
         self._up[session] = link

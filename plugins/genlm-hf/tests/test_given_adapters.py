@@ -159,6 +159,46 @@ def test_closing_gives_the_model_back_as_it_was(
         assert torch.equal(parameter, weights[name])
 
 
+@pytest.mark.parametrize("unloads", [False, True])
+def test_what_the_caller_has_replaced_meanwhile_is_kept(
+    adapted_model: Any, tokenizer: Any, green: tuple[str, Any], unloads: bool
+) -> None:
+    engine = HFEngine.from_model(adapted_model, tokenizer)
+    engine.add_adapter("green", green[0])
+    base = engine._served.model
+    base.model.norm.weight = norm = torch.nn.Parameter(2 * base.model.norm.weight)
+    base.model.layers[0].mlp.act_fn = activation = torch.nn.Tanh()
+    frozen = base.model.layers[0].input_layernorm.weight.requires_grad_(False)
+    expected = [alone(adapted_model, ids) for ids in SEQUENCES]
+    if unloads:
+        engine.remove_adapter("green")
+        torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    engine.close()
+    assert base.model.norm.weight is norm
+    assert base.model.layers[0].mlp.act_fn is activation
+    assert not frozen.requires_grad
+    rows = [alone(adapted_model, ids) for ids in SEQUENCES]
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+
+
+def test_adapters_may_have_any_names(tokenizer: Any, green: tuple[str, Any]) -> None:
+    model = peft.get_peft_model(
+        build_model("llama", **llama_settings()), lora(), adapter_name="genlm_0"
+    )
+    spread_adapters(model, 2)
+    engine = HFEngine.from_model(model, tokenizer)
+    expected = alone(model, SEQUENCES[0])
+    engine.add_adapter("genlm_1", green[0])
+    requests = [(SEQUENCES[0], name) for name in ("genlm_0", "genlm_1")]
+    rows = [expected, alone(green[1], SEQUENCES[0])]
+    torch.testing.assert_close(answers(engine, requests), rows, atol=1e-4, rtol=0)
+    with pytest.raises(UnknownAdapterError, match="Loaded: genlm_1"):
+        engine.remove_adapter("genlm_0")
+    engine.remove_adapter("genlm_1")
+    assert engine.adapters == ("genlm_0",)
+    torch.testing.assert_close(answers(engine, requests[:1]), [expected], atol=1e-4, rtol=0)
+
+
 def test_between_steps_the_model_is_as_it_was_handed_over(
     adapted_model: Any, tokenizer: Any, green: tuple[str, Any]
 ) -> None:

@@ -8,10 +8,10 @@ layers that a model came with stay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,10 +59,11 @@ class Adapters(prefix.ModelAdapters[str]):
         _refuse_unservable(preloaded, base)
         self.model = getattr(base, "_orig_mod", base)  # the model that torch.compile wrapped
         self.loaded |= {name: name for name in preloaded}  # by the names that peft has for them
+        self._own = frozenset(preloaded)
+        self._own_config: Any = None  # set while adapters are loaded
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
-        self._original = _Snapshot(self.model) if preloaded else None
-        self._has_own = bool(preloaded)
+        self._inserted: list[_Insertion] = []
         self._layers: list[Any] | None = None
         self._version: Hashable = None  # outside of `activate`, within which it is set
 
@@ -78,7 +79,8 @@ class Adapters(prefix.ModelAdapters[str]):
         folder = str(path)
         config = _read_config(name, folder)
         # peft forbids some names (with dots, for example), so the name in peft is generated.
-        peft_name = f"genlm_{next(self._numbers)}"
+        names = (f"genlm_{number}" for number in self._numbers)
+        peft_name = next(name for name in names if name not in self._own)
         before = _Snapshot(self.model)
         try:
             peft_model = self._inject(peft_name, config)
@@ -97,7 +99,7 @@ class Adapters(prefix.ModelAdapters[str]):
             raise AdapterError(
                 f"adapter {name!r} in {folder!r} does not fit this {base}: {cause}"
             ) from error
-        self._original = self._original or before
+        self._inserted += before.inserted_layers()
         self._peft_model = peft_model
         before.restore_active_adapters()
         before.restore_trainable()
@@ -106,18 +108,18 @@ class Adapters(prefix.ModelAdapters[str]):
 
     def _unload(self, name: str, adapter: str) -> None:
         """Delete the weights of an adapter, unless the model came with it."""
-        if name == adapter:
-            removable = (key for key, peft_name in self.loaded.items() if key != peft_name)
+        if adapter in self._own:
+            removable = (key for key in self.loaded if key not in self._own)
             raise UnknownAdapterError(name, removable)
         before = _Snapshot(self.model)
         self._delete(adapter)
         self._layers = None
-        if self._original is not None:
-            before.restore_active_adapters()
-            if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
-                self._original.restore()
-                self._peft_model = None
-            before.restore_trainable()
+        before.restore_active_adapters()
+        if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
+            _remove_layers(self._inserted)
+            _set_config(self.model, self._own_config)
+            self._peft_model, self._inserted = None, []
+        before.restore_trainable()
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
@@ -137,14 +139,8 @@ class Adapters(prefix.ModelAdapters[str]):
 
     def unload(self) -> None:
         """Remove every loaded adapter."""
-        if self._peft_model is not None:
-            for peft_name in self._peft_model.peft_config.copy():
-                self._delete(peft_name)
-        if self._original is not None:
-            self._original.restore()
-        self._peft_model = self._original = None
-        self.loaded.clear()
-        self._layers = None
+        for name in self.loaded.keys() - self._own:
+            self.remove(name)
 
     def _switch(self, name: str) -> None:
         if any(getattr(layer, "merged", False) for layer in self._peft_layers()):
@@ -160,7 +156,7 @@ class Adapters(prefix.ModelAdapters[str]):
         return self._layers
 
     def _current_version(self) -> Hashable:
-        if not self._has_own:
+        if not self._own:
             return ()
         return tuple(
             (id(layer), *state)
@@ -175,7 +171,7 @@ class Adapters(prefix.ModelAdapters[str]):
             self._peft_model.add_adapter(peft_name, config, low_cpu_mem_usage=True)
             return self._peft_model
         # Hide the model's own adapters, which peft would mix with the loaded ones.
-        vars(self.model).pop("peft_config", None)
+        self._own_config = vars(self.model).pop("peft_config", None)
         return peft.PeftModel(self.model, config, peft_name, low_cpu_mem_usage=True)
 
     def _delete(self, peft_name: str) -> None:
@@ -192,6 +188,15 @@ class Adapters(prefix.ModelAdapters[str]):
 def _restore(state: AdapterState) -> None:
     for attributes, values in state:
         attributes.update(values)
+
+
+class _Insertion(NamedTuple):
+    """A layer that peft inserted around a child of a module, or in its place."""
+
+    module: torch.nn.Module
+    name: str
+    child: torch.nn.Module
+    layer: torch.nn.Module
 
 
 class _Snapshot:
@@ -235,16 +240,35 @@ class _Snapshot:
                 setattr(module, name, weight)
         return differing
 
+    def inserted_layers(self) -> list[_Insertion]:
+        """Return the layers that replace modules since."""
+        return [
+            _Insertion(module, name, child, layer)
+            for module, children in self._children.items()
+            for name, child in children.items()
+            if (layer := getattr(module, name)) is not child
+        ]
+
     def restore(self) -> None:
         """Restore modules and weights."""
         self.restore_weights()
-        for module, children in self._children.items():
-            for name, child in children.items():
-                setattr(module, name, child)
+        _remove_layers(self.inserted_layers())
         self.restore_trainable()
-        vars(self._model).pop("peft_config", None)
-        if self._config is not None:
-            self._model.peft_config = self._config
+        _set_config(self._model, self._config)
+
+
+def _remove_layers(inserted: Sequence[_Insertion]) -> None:
+    """Undo insertions, the last first, except those that the model's owner has undone."""
+    for module, name, child, layer in reversed(inserted):
+        if getattr(module, name) is layer:
+            setattr(module, name, child)
+
+
+def _set_config(model: torch.nn.Module, config: Any) -> None:
+    """Set the configs of a model's adapters; None removes them."""
+    vars(model).pop("peft_config", None)
+    if config is not None:
+        model.peft_config = config
 
 
 def _refuse_unservable(preloaded: dict[str, Any], model: torch.nn.Module) -> None:

@@ -198,6 +198,16 @@ def test_adapters_work_on_top_of_the_copies(tokenizer: Any, tmp_path: Path) -> N
     assert Oracle(adapted).largest_error(sequences, rows[1::2]) <= 1e-4
 
 
+def test_weights_of_loaded_adapters_are_not_copied(tokenizer: Any, tmp_path: Path) -> None:
+    model = build_model("llama", **MODELS["llama"][1])
+    make_adapter(model, tmp_path / "red", 1, r=512)
+    engine = HFEngine.from_model(model, tokenizer, prepack=True)
+    before = engine.statistics()["prepacked_bytes"]
+    engine.add_adapter("red", str(tmp_path / "red"))
+    engine.update_weights(None)
+    assert engine.statistics()["prepacked_bytes"] == before
+
+
 def test_models_that_the_engine_loads_are_prepacked_unless_told_otherwise(
     save_model: Any,
 ) -> None:

@@ -75,6 +75,13 @@ class Adapters(prefix.ModelAdapters[str]):
         """
         return self._current_version() if self._version is None else self._version
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Yield the modules of the model without the weights of loaded adapters."""
+        loaded = set(self.loaded.values()) - self._own
+        for path, module in self.model.named_modules():
+            if loaded.isdisjoint(path.split(".")):
+                yield module
+
     def _load(self, name: str, path: Path) -> str:
         folder = str(path)
         config = _read_config(name, folder)

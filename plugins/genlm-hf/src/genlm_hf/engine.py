@@ -216,7 +216,7 @@ class HFEngine(PrefixEngine):
             max_rows=max(1, max_logits // max(rows, self.vocabulary.size)),
         )
         self._loaded_format = _format(model)
-        self._prepacked = PrepackedWeights(model.modules() if prepack else ())
+        self._prepacked = PrepackedWeights(adapters.modules() if prepack else ())
         with current_device(device):
             choice = choose_execution_path(self._served, options)
             self._kernels = use_kernels(choice, graphs=cuda_graphs)
@@ -349,7 +349,7 @@ class HFEngine(PrefixEngine):
     def _prepack_again(self) -> None:
         if self._prepacked.nbytes:
             self._prepacked = PrepackedWeights(())  # frees the copies before others are made
-            self._prepacked = PrepackedWeights(self._served.model.modules())
+            self._prepacked = PrepackedWeights(self._adapters.modules())
 
 
 @contextmanager

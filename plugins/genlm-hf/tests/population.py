@@ -25,8 +25,9 @@ class Oracle:
         ids = tuple(sequence)
         if ids not in self._rows:
             with torch.no_grad():
-                logits = self._model(torch.tensor([ids]), use_cache=False).logits
-            self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1)
+                token_ids = torch.tensor([ids], device=self._model.device)
+                logits = self._model(token_ids, use_cache=False).logits
+            self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1).cpu()
         return self._rows[ids]
 
     def largest_error(self, sequences: Any, rows: list[torch.Tensor]) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from population_programs import run_population_programs
@@ -275,6 +276,23 @@ def test_graphs_read_weights_that_change_in_place_and_are_dropped_if_they_move(
     assert used(engine, "graphs_captured") == before
     llama.lm_head.weight.data = 3 * llama.lm_head.weight.data
     follow(engine, Oracle(llama), contexts, 4)
+    assert used(engine, "graphs_captured") > before
+
+
+def test_graphs_are_dropped_if_the_caller_switches_adapters(llama: Any, tokenizer: Any) -> None:
+    random.seed(5)
+    model = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"]), "red")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    engine = captured(model.eval(), tokenizer)
+    contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
+    contexts = follow(engine, Oracle(model), contexts, 3)
+    before = used(engine, "graphs_captured")
+    assert before > 0
+    model.base_model.disable_adapter_layers()
+    follow(engine, Oracle(model), contexts, 3)
     assert used(engine, "graphs_captured") > before
 
 

@@ -331,7 +331,7 @@ class HFEngine(PrefixEngine):
             return
         self._check_format()
         self._weight_version = version
-        if self._kernels is not None and version.addresses != earlier.addresses:
+        if self._kernels is not None and version.in_graphs != earlier.in_graphs:
             self._kernels.clear()
         self._prepack_again()
         if Capability.PREFIX_CACHE in self.capabilities:

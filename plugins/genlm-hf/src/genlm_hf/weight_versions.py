@@ -25,9 +25,9 @@ class WeightVersion(NamedTuple):
     adapters: Hashable = ()
 
     @property
-    def addresses(self) -> list[int]:
-        """Address of each parameter."""
-        return [address for _, address in self.parameters]
+    def in_graphs(self) -> Hashable:
+        """The part that CUDA graphs fix: the address of each parameter, and the adapters."""
+        return tuple(address for _, address in self.parameters), self.adapters
 
 
 class WeightVersions:

@@ -25,7 +25,6 @@ def slot_caches(
     windows: Sequence[int | None],
     *,
     resident: ResidentBatch | None = None,
-    continues: bool = False,
 ) -> list[SlotCache]:
     """Return the caches that a model gets for one forward pass.
 
@@ -33,11 +32,10 @@ def slot_caches(
         storage: Stores the new keys and values.
         batch: Slots to write and to read.
         windows: Attention window of each layer in tokens; None for all tokens.
-        resident: Batch that keeps the keys and values that the layers read; None to keep
-            nothing.
-        continues: Whether `resident` already has the pasts, so that they are not gathered.
+        resident: Batch that keeps the keys and values that the layers read; pasts that it
+            has are not gathered. None to keep nothing.
     """
-    pass_state = _Batch(storage, batch, resident, continues=continues)
+    pass_state = _Batch(storage, batch, resident)
     kind = SharedSlotCache if batch.shared else SlotCache
     return [kind(pass_state, layer, window) for layer, window in enumerate(windows)]
 
@@ -115,15 +113,9 @@ class _Batch:
     """Slots and masks of a batch as MLX arrays, shared by the caches of all layers."""
 
     def __init__(
-        self,
-        storage: KVStorage,
-        batch: PassLayout,
-        resident: ResidentBatch | None,
-        *,
-        continues: bool,
+        self, storage: KVStorage, batch: PassLayout, resident: ResidentBatch | None
     ) -> None:
-        self._storage, self._batch = storage, batch
-        self._resident, self._continues = resident, continues
+        self._storage, self._batch, self._resident = storage, batch, resident
         pasts = batch.pasts.astype(np.int32)
         self.pasts = mx.array(pasts)
         self.ends = mx.array(pasts + batch.tokens.shape[1])
@@ -133,7 +125,7 @@ class _Batch:
     def exchange(self, layer: int, keys: mx.array, values: mx.array) -> list[mx.array]:
         heads = self._storage.layers[layer].heads
         self._storage.write(layer, self._rows(self._batch.writes, heads), (keys, values))
-        if self._resident is not None and self._continues:
+        if self._resident is not None and self._resident.arrays[layer]:
             return self._resident.append(layer, (keys, values))
         states = self._storage.gather(layer, self._rows(self._batch.reads, heads))
         if self._resident is not None:

@@ -1,4 +1,4 @@
-"""Forward passes of an mlx-lm model: over slots, or through mlx-lm's cache."""
+"""Forward passes of an mlx-lm model over slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from genlm.prefix import (
     slots_within,
 )
 from genlm_mlx.cache import check_attention, slot_caches
-from genlm_mlx.resident import ResidentBatch, ResidentBatches
+from genlm_mlx.resident import ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape, default_budget_bytes
 
 LOGITS_PER_PASS = 2**26
@@ -73,7 +73,7 @@ class SlotCacheForward(SegmentForward):
         )
         is_exact = all(shape.dtype == mx.float32 for shape in shapes)
         self.tolerance = _TOLERANCE if is_exact else _COARSE_TOLERANCE
-        self._resident = ResidentBatches()
+        self._resident = ResidentBatches(len(shapes))
         self.storage = KVStorage(shapes, _PROBE_SLOTS)
         self.shares_pasts = self._can_share_pasts()
         self.storage = KVStorage(shapes, slots_within(self.budget_bytes, self.bytes_per_token))
@@ -146,17 +146,15 @@ class SlotCacheForward(SegmentForward):
         self._resident.forget_slots(layout.writes)
         slot = int(layout.writes.max())
         room = self.budget_bytes // self.bytes_per_token - self.storage.slots_with(slot)
-        resident, continues, tokens = None, False, 0
         # Scored sequences, with many requested positions, are rarely continued.
-        if len(rows) <= len(layout):
-            resident, continues, tokens = self._choose_resident(layout, room)
+        is_scored = len(rows) > len(layout)
+        resident = None if is_scored else self._resident.take(layout, room)
+        tokens = 0 if resident is None else resident.tokens_after(layout)
         self._resident.fit((room - tokens) * self.bytes_per_token)
         self.storage.make_room(slot)
         if resident is not None:
             layout.past = max(layout.past, resident.columns)
-        caches = slot_caches(
-            self.storage, layout, self._windows, resident=resident, continues=continues
-        )
+        caches = slot_caches(self.storage, layout, self._windows, resident=resident)
         logits = self._model(mx.array(layout.tokens.astype(np.int32)), cache=caches)
         check_attention(caches)
         requested = [select_logits(logits, rows, places)] if len(rows) else []
@@ -167,26 +165,6 @@ class SlotCacheForward(SegmentForward):
             if layout.is_even:
                 self._resident.put(resident)
         return as_tensor(requested[0]) if requested else torch.empty(0, self.width)
-
-    def _choose_resident(
-        self, layout: PassLayout, room: int
-    ) -> tuple[ResidentBatch | None, bool, int]:
-        """Return the resident batch for the keys and values that the pass reads, if any.
-
-        Args:
-            layout: The pass.
-            room: Number of tokens that fit into memory beside the storage.
-
-        Returns:
-            The batch; whether it already has the pasts; its number of tokens after the pass.
-        """
-        resident, new = self._resident.take(layout, room), layout.tokens.shape[1]
-        if resident is not None:
-            return resident, True, resident.tokens_after(len(layout), new)
-        tokens = len(layout) * (layout.past + new)
-        if layout.is_even and tokens <= room:
-            return ResidentBatch(layout, len(self._windows)), False, tokens
-        return None, False, 0
 
 
 def select_logits(logits: mx.array, rows: Integers64, places: Integers64) -> mx.array:

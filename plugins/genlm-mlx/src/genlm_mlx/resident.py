@@ -31,16 +31,21 @@ _NO_SLOT = -1
 class ResidentBatch:
     """Keys and values of the sequences of one pass.
 
+    Args:
+        layout: A pass that gathers its pasts, of which the batch has no keys and values yet.
+        layers: Number of layers.
+
     Attributes:
-        arrays: Keys and values of each layer, `(sequences, heads, columns, width)`.
-        columns: Number of columns in use.
+        arrays: Keys and values of each layer, `(sequences, heads, columns, width)`; empty until
+            the pass has gathered them.
+        columns: Number of columns of the pasts.
         shared: Number of first tokens that all sequences have in common and that have no
             column.
     """
 
     def __init__(self, layout: PassLayout, layers: int) -> None:
         self.arrays: list[list[mx.array]] = [[] for _ in range(layers)]
-        self.columns, self.shared = 0, layout.shared
+        self.columns, self.shared = layout.past, layout.shared
         self._ends = layout.ends
         self._sources: mx.array | None = None
 
@@ -65,10 +70,11 @@ class ResidentBatch:
         """Drop the sequences that end in some slots."""
         self._ends = np.where(np.isin(self._ends, slots), _NO_SLOT, self._ends)
 
-    def tokens_after(self, rows: int, new: int) -> int:
-        """Return the capacity in tokens after `new` tokens are appended to `rows` sequences."""
-        end, capacity = self.columns + new, int(self.arrays[0][0].shape[2])
-        return rows * (capacity if end <= capacity else end + _STEP)
+    def tokens_after(self, layout: PassLayout) -> int:
+        """Return the capacity in tokens after a pass that appends its new tokens."""
+        end = self.columns + layout.tokens.shape[1]
+        capacity = int(self.arrays[0][0].shape[2]) if self.arrays[0] else end
+        return len(layout) * (capacity if end <= capacity else end + _STEP)
 
     def continue_with(self, layout: PassLayout, sources: Slots) -> None:
         """Select the pasts of these sequences, to which `append` adds their new tokens."""
@@ -101,9 +107,14 @@ class ResidentBatch:
 
 
 class ResidentBatches:
-    """The batches of the last passes that fit into memory."""
+    """The batches of the last passes that fit into memory.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Number of layers.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
         self._batches: list[ResidentBatch] = []
 
     @property
@@ -112,10 +123,12 @@ class ResidentBatches:
         return sum(batch.nbytes for batch in self._batches)
 
     def take(self, layout: PassLayout, max_tokens: int) -> ResidentBatch | None:
-        """Remove and return the batch that has the pasts of all sequences, ready to continue.
+        """Return a batch for the keys and values that a pass reads, which `put` returns.
 
-        The layout then shares as many slots as the batch. The result is None if there is no
-        such batch, or if it would then have more than `max_tokens` tokens.
+        If a batch has the pasts of all sequences, the pass continues it, and the layout then
+        shares as many slots as the batch. Otherwise the batch is new. The result is None if the
+        batch would have more than `max_tokens` tokens after the pass, or if it is new and could
+        not be continued, because the sequences have different numbers of new tokens.
         """
         longest = layout.shared + layout.past
         for batch in reversed(self._batches):
@@ -127,12 +140,14 @@ class ResidentBatches:
             if sources is None:
                 continue
             self._batches.remove(batch)
-            if batch.tokens_after(len(layout), layout.tokens.shape[1]) > max_tokens:
-                return None
+            if batch.tokens_after(layout) > max_tokens:
+                break
             batch.continue_with(layout, sources)
             layout.share(batch.shared)
             return batch
-        return None
+        batch = ResidentBatch(layout, self._layers)
+        is_kept = layout.is_even and batch.tokens_after(layout) <= max_tokens
+        return batch if is_kept else None
 
     def forget_slots(self, written: Slots) -> None:
         """Drop the sequences that end in slots which a pass has written."""

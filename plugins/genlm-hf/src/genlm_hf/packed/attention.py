@@ -16,7 +16,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardResult, TokenBatch
-from genlm_hf.forward import compute_logits
 from genlm_hf.packed.device_plan import (
     DeviceChunk,
     DeviceChunks,
@@ -56,7 +55,7 @@ class PackedForward:
         self, served: ServedModel, layout: AttentionLayout, storage: KVStorage
     ) -> None:
         self.storage, self._layout = storage, layout
-        self._served, self._model, self._device = served, served.model, served.device
+        self._served, self._device = served, served.device
         self._kernels: KernelSteps | None = None
         self._shared_lengths = SharedLengths()
 
@@ -84,14 +83,11 @@ class PackedForward:
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
         device_plan = functools.cache(functools.partial(DevicePlan, plan))
         first = device_plan(self._device)
-        inputs = {
-            "input_ids": first.tokens[None],
-            "position_ids": first.positions[None],
-            "use_cache": False,
-            "return_dict": True,
-        }
-        with self._layout.attending(functools.partial(_attend, device_plan, self.storage)):
-            return compute_logits(self._model, inputs, 0, first.results).to(self._device)
+        attend = functools.partial(_attend, device_plan, self.storage)
+        logits = self._layout.compute_logits(
+            first.tokens, first.positions, first.results, attend
+        )
+        return logits.to(self._device)
 
 
 def _attend(  # noqa: PLR0917 - as `Attend`

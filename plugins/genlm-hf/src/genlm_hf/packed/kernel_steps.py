@@ -25,7 +25,6 @@ from cachetools import LRUCache
 
 from genlm.plugin import Count, describe_error
 from genlm.prefix import UnsupportedModelError
-from genlm_hf.forward import compute_logits
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
 from genlm_hf.packed.step_attention import StepMemory, step_attention, tile_of
@@ -222,15 +221,10 @@ class KernelSteps:
     def _run(self, size: StepSize) -> torch.Tensor:
         """Run the model over the step of this size whose numbers are in the memory."""
         tensors = self._memory.parts(size)
-        arguments = {
-            "input_ids": tensors.tokens[None],
-            "position_ids": tensors.positions[None],
-            "use_cache": False,
-            "return_dict": True,
-        }
         attend = functools.partial(step_attention, self._storage, size, tensors)
-        with self._layout.attending(attend):
-            return compute_logits(self._served.model, arguments, 0, tensors.results)
+        return self._layout.compute_logits(
+            tensors.tokens, tensors.positions, tensors.results, attend
+        )
 
     def _refuse(self, reason: str) -> None:
         """Compute all further steps without kernels."""

@@ -22,6 +22,7 @@ import torch
 
 from genlm.plugin import describe_error
 from genlm.prefix import UnsupportedModelError
+from genlm_hf.forward import compute_logits
 from genlm_hf.storage import LayerShape
 
 # Names of registered attention functions. transformers makes masks for the second only.
@@ -87,10 +88,10 @@ returns `(tokens, query heads, width)`."""
 
 
 class AttentionLayout:
-    """The attention layers of one model; `attending` replaces their attention function."""
+    """The attention layers of one model, and passes with another attention function."""
 
     def __init__(self, model: torch.nn.Module, layers: dict[torch.nn.Module, AttentionLayer]):
-        self._layers = layers
+        self._model, self._layers = model, layers
         self._configs = _configs(model)
 
     @property
@@ -98,13 +99,34 @@ class AttentionLayout:
         """All layers in order."""
         return list(self._layers.values())
 
-    @contextmanager
-    def attending(self, attend: Attend) -> Iterator[None]:
-        """Replace the attention function of the model within this context, on this thread."""
+    def compute_logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        results: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Run the model over tokens as one sequence, without a mask.
+
+        Args:
+            tokens: Token ids, shape `(t,)`.
+            positions: Positions of the tokens, shape `(t,)`.
+            results: Indices of the tokens whose logits are requested, shape `(r,)`.
+            attend: Attention function of the pass.
+
+        Returns:
+            Logits, shape `(r, width)`, on the device of the model's output.
+        """
+        inputs = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
         _active.layers, _active.attend = self._layers, attend
         try:
             with _attention_function(self._configs, _ATTENTION):
-                yield
+                return compute_logits(self._model, inputs, 0, results)
         finally:
             del _active.layers, _active.attend
 

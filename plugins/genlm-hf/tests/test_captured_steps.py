@@ -22,6 +22,7 @@ from genlm import AsyncLM
 from genlm.plugin import TokenSequence
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import kernel_steps, step_attention, work_items
+from genlm_hf.packed.attention import PackedForward
 
 from .families import FAMILIES
 from .population import Oracle, bytes_per_token, particles, unique, used
@@ -337,6 +338,42 @@ def test_a_graph_with_wrong_rows_never_answers(
     assert used(engine, "graphs_replayed") == 0
     assert "differed by" in str(engine.statistics()["kernels_refused"])
     assert "runs steps without kernels and CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("kernels_fail", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_what_was_not_verified_because_of_an_error_is_verified_later(
+    cuda_graphs: bool,
+    kernels_fail: bool,
+    llama: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oracle = Oracle(llama)
+    engine = captured(llama, tokenizer, cuda_graphs=cuda_graphs)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(3)]
+    # The prompt, then, before a graph is captured, a step without it.
+    contexts = follow(engine, oracle, contexts, 1 + cuda_graphs)
+    passes, right, attention = 0, PackedForward._logits, kernel_steps.step_attention
+
+    def attend(*args: Any) -> torch.Tensor:
+        if kernels_fail and passes == 0:
+            raise torch.OutOfMemoryError
+        return attention(*args)
+
+    def failing_once(self: Any, plan: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 1:
+            raise torch.OutOfMemoryError
+        return right(self, plan)
+
+    monkeypatch.setattr(PackedForward, "_logits", failing_once)
+    monkeypatch.setattr(kernel_steps, "step_attention", attend)
+    follow(engine, oracle, contexts, 1)
+    assert passes > 1
+    refused = [engine.statistics().get(f"{kind}_refused", "") for kind in ("kernels", "graphs")]
+    assert refused == ["", ""]
 
 
 def test_what_capturing_raises_is_logged_and_the_engine_goes_on(

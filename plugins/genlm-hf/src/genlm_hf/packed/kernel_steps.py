@@ -84,6 +84,7 @@ class KernelSteps:
         self._graphs = LRUCache(_MAX_GRAPHS) if graphs else None
         self._logits: torch.Tensor | None = None
         self._captured = self._replayed = self._steps = 0
+        self._is_verified = False  # by a step without a graph
         self._refused = self._graphs_refused = ""
         on_cuda = served.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_cuda and graphs else None
@@ -146,7 +147,11 @@ class KernelSteps:
             self._steps += 1
             return logits
 
-        return compute() if self._steps else self._verify(plan, run, compute, self._refuse)
+        if self._is_verified:
+            return compute()
+        logits = self._verify(plan, run, compute, self._refuse)
+        self._is_verified = True
+        return logits
 
     def _verify(
         self,
@@ -158,19 +163,24 @@ class KernelSteps:
         """Compare the result of `compute` with the pass without kernels, which is returned.
 
         If `compute` raises, `refuse` is called with the reason. If the results differ, kernels
-        are no longer used.
+        are no longer used. If the pass without kernels raises, for example because memory is
+        short, the next pass is compared.
         """
-        logits: torch.Tensor | None = None
+        logits, reason = None, ""
         try:
             logits = compute().clone()
         except Exception as error:  # noqa: BLE001 - the pass without kernels is right
-            refuse(f"one raised {describe_error(error)}")
+            reason = f"one raised {describe_error(error)}"
         # Runs last, so that the keys and values that remain stored are right.
-        expected = run(plan)
-        if logits is not None:
-            difference = _difference(logits, expected)
-            if not difference <= self._served.row_tolerance:
-                self._refuse(f"rows of one differed by {difference:.3g}")
+        try:
+            expected = run(plan)
+        except BaseException:
+            self.clear()  # a new graph is not verified
+            raise
+        if logits is None:
+            refuse(reason)
+        elif not (difference := _difference(logits, expected)) <= self._served.row_tolerance:
+            self._refuse(f"rows of one differed by {difference:.3g}")
         return expected
 
     def _fill(self, plan: PackedPlan, items: WorkItems, size: StepSize) -> bool:

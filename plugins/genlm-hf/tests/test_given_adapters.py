@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,32 @@ def test_an_adapter_cannot_be_used_while_others_are_merged(
         row = llm.next_token_logprobs_sync(SEQUENCES[0], lora_name="green")
         expected = alone(green[1], SEQUENCES[0], len(row))
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+def test_loading_and_unloading_do_not_change_the_version_meanwhile(
+    tokenizer: Any, green: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of another thread would drop all cached results."""
+    engine = HFEngine.from_model(two_adapters(), tokenizer)
+    version, found = engine.weights_version(), []
+
+    def watch(name: str) -> None:
+        method = getattr(engine._adapters, name)
+
+        def watched(*arguments: Any) -> Any:
+            result = method(*arguments)
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(engine.weights_version).result())
+            return result
+
+        monkeypatch.setattr(engine._adapters, name, watched)
+
+    watch("_inject")
+    watch("_delete")
+    engine.add_adapter("green", green[0])
+    engine.remove_adapter("green")
+    assert found == [version, version]
+    assert engine.weights_version() == version
 
 
 def test_steps_of_adapters_keep_cached_results(tokenizer: Any, green: tuple[str, Any]) -> None:

@@ -8,6 +8,7 @@ layers that a model came with stay.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,15 +66,27 @@ class Adapters(prefix.ModelAdapters[str]):
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._inserted: list[_Insertion] = []
         self._layers: list[Any] | None = None
-        self._version: Hashable = None  # outside of `activate`, within which it is set
+        self._version: Hashable = None  # before the state changes, while it does
+        self._version_lock = threading.Lock()
 
     def version(self) -> Hashable:
-        """Return a value that changes with the active adapters outside of `activate`.
+        """Return a value that changes when the model's owner switches adapters.
 
         Adapters of the model itself are compared: their names, scales, and whether they are
-        merged into its weights. May be called in any thread.
+        merged into its weights. May be called in any thread, also while adapters are loaded.
         """
-        return self._current_version() if self._version is None else self._version
+        with self._version_lock:
+            return self._current_version() if self._version is None else self._version
+
+    def load(self, name: str, path: str) -> None:
+        """Load an adapter; see `AdapterTable.load`."""
+        with self._keep_version():
+            super().load(name, path)
+
+    def remove(self, name: str) -> None:
+        """Unload an adapter; see `AdapterTable.remove`."""
+        with self._keep_version():
+            super().remove(name)
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Yield the modules of the model without the weights of loaded adapters."""
@@ -135,19 +148,28 @@ class Adapters(prefix.ModelAdapters[str]):
         Raises:
             EvaluationError: Adapters are merged into the model's weights.
         """
-        outside = adapter_state(self._peft_layers())
-        self._version = self._current_version()
-        try:
-            self._switch(name)
-            yield
-        finally:
-            _restore(outside)
-            self._version = None
+        with self._keep_version():
+            outside = adapter_state(self._peft_layers())
+            try:
+                self._switch(name)
+                yield
+            finally:
+                _restore(outside)
 
     def unload(self) -> None:
         """Remove every loaded adapter."""
         for name in self.loaded.keys() - self._own:
             self.remove(name)
+
+    @contextmanager
+    def _keep_version(self) -> Iterator[None]:
+        """Keep the version within the context, which restores the state of own adapters."""
+        with self._version_lock:
+            self._version = self._current_version()
+        try:
+            yield
+        finally:
+            self._version = None
 
     def _switch(self, name: str) -> None:
         if any(getattr(layer, "merged", False) for layer in self._peft_layers()):

@@ -191,11 +191,6 @@ class MLXEngine(PrefixEngine):
         )
         self._model_type = type(model).__module__.rpartition(".")[2]
 
-    def clear_prefix_cache(self) -> None:
-        """Free all cached state, pinned prefixes included. Rows do not change."""
-        super().clear_prefix_cache()
-        mx.clear_cache()
-
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return the model's type and MLX's device."""
         return {"model": self._model_type, "device": str(mx.default_device())}

@@ -79,9 +79,10 @@ class SlotCacheForward(SegmentForward):
         self.storage = KVStorage(shapes, slots_within(self.budget_bytes, self.bytes_per_token))
 
     def clear(self) -> None:
-        """Free all cached state."""
+        """Free all cached state, and return its memory to the system."""
         self._resident.clear()
         self.storage.reset()
+        mx.clear_cache()
 
     def _can_share_pasts(self) -> bool:
         """Whether attention reads common slots once with the same result, on a few tokens."""

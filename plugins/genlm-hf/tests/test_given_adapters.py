@@ -372,6 +372,21 @@ def test_requests_follow_what_the_caller_switches(
                 assert state == [layer.active_adapters for layer in adapter_layers(model)]
 
 
+def test_another_scale_of_an_adapter_that_is_not_switched_on_is_used(tokenizer: Any) -> None:
+    model = two_adapters()
+    model.set_adapter("red")
+    with genlm.load_model(model, "hf", tokenizer=tokenizer) as llm:
+        before = llm.next_token_logprobs_sync(SEQUENCES[0], lora_name="red")
+        model.base_model.disable_adapter_layers()
+        llm.next_token_logprobs_sync(SEQUENCES[0], lora_name="red")
+        scale(model)
+        row = llm.next_token_logprobs_sync(SEQUENCES[0], lora_name="red")
+        model.base_model.enable_adapter_layers()
+        expected = alone(model, SEQUENCES[0], llm.vocab_size)
+        assert (expected - before).abs().max() > 1e-2
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
 def test_an_adapter_cannot_be_used_while_others_are_merged(
     tokenizer: Any, green: tuple[str, Any]
 ) -> None:

@@ -27,8 +27,8 @@ from genlm.plugin import (
 from genlm_hf.peft_layers import (
     AdapterState,
     activate_adapter,
-    active_adapters,
     adapter_layers,
+    adapter_settings,
     adapter_state,
     move_to_base_devices,
 )
@@ -70,10 +70,11 @@ class Adapters(prefix.ModelAdapters[str]):
         self._version_lock = threading.Lock()
 
     def version(self) -> Hashable:
-        """Return a value that changes when the model's owner switches adapters.
+        """Return a value that changes when the model's owner switches or scales adapters.
 
-        Adapters of the model itself are compared: their names, scales, and whether they are
-        merged into its weights. May be called in any thread, also while adapters are loaded.
+        Adapters of the model itself are compared: which ones are active, which ones are merged
+        into its weights, and the scales of all of them. May be called in any thread, also while
+        adapters are loaded.
         """
         with self._version_lock:
             return self._current_version() if self._version is None else self._version
@@ -188,9 +189,9 @@ class Adapters(prefix.ModelAdapters[str]):
         if not self._own:
             return ()
         return tuple(
-            (id(layer), *state)
+            (id(layer), *settings)
             for layer in self._peft_layers()
-            if (state := active_adapters(layer)) is not None
+            if (settings := adapter_settings(layer, self._own)) is not None
         )
 
     def _inject(self, peft_name: str, config: Any) -> Any:

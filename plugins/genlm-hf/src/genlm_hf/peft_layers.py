@@ -38,17 +38,18 @@ def activate_adapter(layers: Iterable[Any], adapter: str) -> None:
         attributes.update(_active_adapter=adapter if is_known else [], _disable_adapters=False)
 
 
-def active_adapters(layer: Any) -> tuple[Hashable, ...] | None:
-    """Return the active adapters of a peft layer, their scales, and the merged adapters.
+def adapter_settings(layer: Any, adapters: Iterable[str]) -> tuple[Hashable, ...] | None:
+    """Return the active and the merged adapters of a peft layer, and the scales of `adapters`.
 
-    None if the layer computes what it would without adapters.
+    None if no adapter is active or merged in the layer, and it has none of `adapters`.
     """
     merged = tuple(getattr(layer, "merged_adapters", ()))
     names = () if layer.disable_adapters else tuple(layer.active_adapters)
     scales = getattr(layer, "scaling", {})
-    if not names and not merged:
+    own_scales = tuple(scales.get(name) for name in adapters)
+    if not names and not merged and not any(scale is not None for scale in own_scales):
         return None
-    return names, tuple(scales.get(name) for name in names), merged
+    return names, merged, own_scales
 
 
 def move_to_base_devices(model: torch.nn.Module, adapter: str) -> None:

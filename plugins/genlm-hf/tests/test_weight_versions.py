@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import genlm
 from genlm import EvaluationError
+from genlm_hf import prepacked
 from genlm_hf.weight_versions import WeightVersions
 
 from .test_adapters import make_adapter
@@ -133,6 +134,42 @@ def test_weights_are_prepacked_again(tokenizer: Any) -> None:
         assert llm.statistics().engine["prepacked_bytes"] > 0
         population = started_population(llm)
         step(wide_llama, AdamW, fused=True)
+        assert_rows_are_current(llm, wide_llama, population)
+        assert llm.statistics().engine["prepacked_bytes"] > 0
+
+
+def test_weights_are_prepacked_again_after_memory_was_short(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = llama_settings(hidden_size=256, intermediate_size=512)
+    wide_llama = build_model("llama", **settings)
+    with genlm.load_model(wide_llama, "hf", tokenizer=tokenizer, prepack=True) as llm:
+        sizes = [llm.statistics().engine["prepacked_bytes"]]
+        for free in (0, 2**36):
+            monkeypatch.setattr(prepacked, "free_memory_bytes", lambda free=free: free)
+            step(wide_llama, AdamW)
+            assert_rows_are_current(llm, wide_llama, started_population(llm))
+            sizes.append(llm.statistics().engine["prepacked_bytes"])
+    assert sizes == [sizes[0], 0, sizes[0]]
+    assert sizes[0] > 0
+
+
+def test_no_result_of_earlier_weights_remains_after_an_error_while_they_are_dropped(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise MemoryError
+
+    settings = llama_settings(hidden_size=256, intermediate_size=512)
+    wide_llama = build_model("llama", **settings)
+    with genlm.load_model(wide_llama, "hf", tokenizer=tokenizer, prepack=True) as llm:
+        population = started_population(llm)
+        assert_rows_are_current(llm, wide_llama, population)
+        step(wide_llama, AdamW)
+        with monkeypatch.context() as patch:
+            patch.setattr(prepacked, "_prepackable_weight", fail)
+            with pytest.raises(EvaluationError, match="MemoryError"):
+                llm.next_token_logprobs_sync(IDS)
         assert_rows_are_current(llm, wide_llama, population)
         assert llm.statistics().engine["prepacked_bytes"] > 0
 

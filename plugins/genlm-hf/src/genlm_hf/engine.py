@@ -217,6 +217,7 @@ class HFEngine(PrefixEngine):
         )
         self._loaded_format = _format(model)
         self._prepacked = PrepackedWeights(adapters.modules() if prepack else ())
+        self._prepacks = self._prepacked.nbytes > 0
         with current_device(device):
             choice = choose_execution_path(self._served, options)
             self._kernels = use_kernels(choice, graphs=cuda_graphs)
@@ -330,12 +331,12 @@ class HFEngine(PrefixEngine):
         if version == earlier:
             return
         self._check_format()
-        self._weight_version = version
         if self._kernels is not None and version.in_graphs != earlier.in_graphs:
             self._kernels.clear()
-        self._prepack_again()
         if Capability.PREFIX_CACHE in self.capabilities:
             self.clear_prefix_cache()
+        self._prepack_again()
+        self._weight_version = version  # last: after an error the next step repeats this
 
     def _check_format(self) -> None:
         """Raise `ValueError` if the model has another dtype or device than the cache."""
@@ -347,7 +348,7 @@ class HFEngine(PrefixEngine):
             )
 
     def _prepack_again(self) -> None:
-        if self._prepacked.nbytes:
+        if self._prepacks:
             self._prepacked = PrepackedWeights(())  # frees the copies before others are made
             self._prepacked = PrepackedWeights(self._adapters.modules())
 

@@ -295,6 +295,24 @@ def test_tokens_that_were_not_drawn_are_tested(llm):
     assert constraint.advance([END, b, -1]).log_potential.tolist() == [-np.inf, 0, 0]
 
 
+def test_tokens_outside_of_the_other_language_are_dead(llm):
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    constraint = Python(few_a, within=Automaton.regex("b+")).start(llm, 3)
+    assert constraint.advance([a, b, END]).log_potential.tolist() == [-np.inf, 0, -np.inf]
+
+
+def test_particles_of_a_language_end_with_the_stop_ids_of_the_filter(llm):
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    language = Automaton.regex("b+")
+    *_, ended = steer_sync(llm, PROMPT, 50, max_tokens=3, constraint=language, stop=a, seed=0)
+    finished = ended.population.finished.numpy()
+    assert finished.any()
+    for context, is_finished in zip(ended.population, finished, strict=True):
+        *text, last = context.token_ids[len(PROMPT) :]
+        assert {*text} <= {b}
+        assert last == (a if is_finished else b)
+
+
 def test_dead_and_finished_members_draw_nothing(llm):
     a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
     constraint = Python(few_a, has_b).start(llm, 4).advance([a, b, b, SPECIAL])

@@ -147,6 +147,16 @@ def test_results_of_a_parallel_trie_are_float32_as_published(kind):
         np.testing.assert_array_equal(found, sums.astype(np.float32))
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_])
+def test_results_of_integers_have_the_published_dtypes(kind, dtype):
+    weights = kind(np.arange(len(TOKENS)).astype(dtype))
+    parallel = ParallelTokenCharacterTrie(TOKENS, device="cpu")
+    assert parallel.weight_sum(weights).dtype == np.float32
+    assert parallel.weight_max(weights).dtype == np.float32
+    assert TokenCharacterTrie(TOKENS).weight_sum(weights).dtype == np.float64
+
+
 def test_a_parallel_trie_is_a_token_character_trie():
     trie = ParallelTokenCharacterTrie(TOKENS, device="cpu")
     assert isinstance(trie, TokenCharacterTrie)

@@ -66,8 +66,8 @@ class TokenCharacterTrie(TrieViews):
 
 
 def _with_dtype(rows: Any, dtype: npt.DTypeLike) -> Any:
-    """Convert floating-point rows; others are returned unchanged."""
+    """Convert rows of real numbers; others are returned unchanged, and are refused."""
     if isinstance(rows, torch.Tensor):
         torch_dtype = torch.float64 if dtype == np.float64 else torch.float32
-        return rows.to(torch_dtype) if rows.is_floating_point() else rows
-    return rows.astype(dtype, copy=False) if rows.dtype.kind == "f" else rows
+        return rows if rows.is_complex() else rows.to(torch_dtype)
+    return rows.astype(dtype, copy=False) if rows.dtype.kind in "biuf" else rows

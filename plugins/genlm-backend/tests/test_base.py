@@ -60,6 +60,16 @@ def test_a_model_of_ones_own_is_sampled_as_any(tokenizer):
     assert asyncio.run(llm.sample([1], 0, [])) == []
 
 
+def test_samples_of_several_prompts_are_those_of_an_overridden_sample(tokenizer):
+    class Shouting(Uniform):
+        async def sample(self, prompt_token_ids, max_tokens, eos_token_ids, *options):
+            ids = await super().sample(prompt_token_ids, max_tokens, eos_token_ids, *options)
+            return [*ids, 99]
+
+    drawn = asyncio.run(Shouting(tokenizer).batch_sample([[1]] * 3, 2, [], temperature=0))
+    assert drawn == [[3, 4, 99]] * 3
+
+
 def test_a_sample_is_drawn_with_the_probabilities_of_the_row_at_its_temperature(tokenizer):
     class Fixed(Uniform):
         def next_token_logprobs_sync(self, token_ids, lora_name=None):

@@ -122,10 +122,22 @@ class AsyncLM(abc.ABC):
         Raises:
             ValueError: `max_tokens` or `temperature` is out of range.
         """
-        drawn = await self.batch_sample(
-            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
-        )
-        return drawn[0]
+        if max_tokens < 0 or not 0 <= temperature < math.inf:
+            raise ValueError(
+                f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
+                "negative, and the temperature must be finite"
+            )
+        [stream] = _streams(seed, 1)
+        ends, generator = frozenset(map(int, eos_token_ids)), torch.Generator()
+        generator.manual_seed(stream)
+        ids = list(map(int, prompt_token_ids))
+        for _ in range(max_tokens):
+            row = await self.next_token_logprobs(ids, lora_name=lora_name)
+            token_id = _draw(row, temperature, generator)
+            if token_id in ends:
+                break
+            ids.append(token_id)
+        return ids[len(prompt_token_ids) :]
 
     async def batch_sample(
         self,
@@ -136,30 +148,17 @@ class AsyncLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw continuations of prompts, with independent random numbers; see `sample`."""
-        if max_tokens < 0 or not 0 <= temperature < math.inf:
-            raise ValueError(
-                f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
-                "negative, and the temperature must be finite"
-            )
-        ends = frozenset(map(int, eos_token_ids))
-
-        async def continue_prompt(prompt: Sequence[int], stream: int) -> list[int]:
-            generator = torch.Generator().manual_seed(stream)
-            ids = list(map(int, prompt))
-            for _ in range(max_tokens):
-                row = await self.next_token_logprobs(ids, lora_name=lora_name)
-                token_id = _draw(row, temperature, generator)
-                if token_id in ends:
-                    break
-                ids.append(token_id)
-            return ids[len(prompt) :]
-
-        streams = np.random.SeedSequence(seed).generate_state(
-            len(prompt_token_ids_list), np.uint64
-        )
+        """Call `sample` for each prompt, with a seed for each that is derived from `seed`."""
+        adapter: dict[str, Any] = {} if lora_name is None else {"lora_name": lora_name}
         return await asyncio.gather(
-            *map(continue_prompt, prompt_token_ids_list, map(int, streams))
+            *(
+                self.sample(prompt, max_tokens, eos_token_ids, temperature, stream, **adapter)
+                for prompt, stream in zip(
+                    prompt_token_ids_list,
+                    _streams(seed, len(prompt_token_ids_list)),
+                    strict=True,
+                )
+            )
         )
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
@@ -262,6 +261,12 @@ class MockAsyncLM(AsyncLM):
         seed = int.from_bytes(hashlib.sha256(content).digest(), "big")
         logits = np.random.default_rng(seed).random(len(self.byte_vocab), dtype=np.float32)
         return self._normalize(torch.from_numpy(logits))
+
+
+def _streams(seed: int | None, count: int) -> list[int]:
+    """Return seeds of independent random streams; None for other streams in each call."""
+    streams: list[int] = np.random.SeedSequence(seed).generate_state(count, np.uint64).tolist()
+    return streams
 
 
 def _draw(row: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

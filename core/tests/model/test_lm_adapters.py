@@ -632,5 +632,5 @@ def test_a_wrong_prefix_is_refused_as_a_wrong_request_is(make_model: MakeModel) 
 
 def test_the_members_of_a_population_have_one_adapter(loaded: Loaded) -> None:
     contexts = [loaded.llm.context([1], lora_name="a"), loaded.llm.context([1])]
-    with pytest.raises(ValueError, match="have one adapter; found None, a$"):
+    with pytest.raises(ValueError, match=r"have one adapter; found None, a$"):
         loaded.llm.population(contexts)

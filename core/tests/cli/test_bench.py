@@ -14,6 +14,7 @@ from scripted import ScriptedEngine
 from typer.testing import CliRunner, Result
 
 import genlm
+from genlm import Vocabulary
 from genlm.cli import app, engine_process
 from genlm.cli.measurement import Plan, first_row_s, measure
 
@@ -53,6 +54,22 @@ def test_contexts_fit_the_model_with_their_continuations() -> None:
     with genlm.AsyncLM(lambda: ScriptedEngine(max_context=7)) as llm:
         assert len(list(measure(llm, PLAN))) == 4
         assert first_row_s(llm, 7) > 0
+
+
+def test_contexts_have_tokens_of_text_also_if_most_low_ids_are_others() -> None:
+    engine = ScriptedEngine()
+    size = engine.vocabulary.size
+    special = range(size - 4)
+    engine.vocabulary = Vocabulary(
+        SimpleNamespace(all_special_ids=[*special]),
+        engine.vocabulary.byte_vocab,
+        engine.vocabulary.str_vocab,
+    )
+    with genlm.AsyncLM(lambda: engine, output_cache=genlm.OutputCache(0)) as llm:
+        assert llm.vocabulary.special_ids == {*special}
+        assert first_row_s(llm, 30) > 0
+    [[ids]] = engine.batches
+    assert {*ids} == {size - 4, size - 3}
 
 
 def test_the_report_has_every_field() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from genlm.cli.text_ids import text_ids
+from genlm.cli.text_ids import ids_with_text, text_ids
 from genlm.core.base.errors import TokenizerError, describe_error
 from genlm.core.model.lm import load_model
 from genlm.core.plugins.lookup import find_backend, get_backend
@@ -233,9 +233,8 @@ def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequ
         if request.texts:
             raise
     # The vocabulary cannot spell the embedded texts; random tokens replace them.
-    missing = {*llm.vocabulary.missing_ids, *llm.vocabulary.special_ids}
-    usable = [token_id for token_id in range(llm.vocab_size) if token_id not in missing]
-    return random.Random(0).choices(usable, k=DEFAULT_LONGEST), []
+    token_ids = random.Random(0).choices(ids_with_text(llm.vocabulary), k=DEFAULT_LONGEST)
+    return token_ids, []
 
 
 def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:

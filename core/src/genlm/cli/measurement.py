@@ -86,7 +86,7 @@ def measure(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
         llm: A model without an output cache, so that the engine computes all rows.
         plan: The batches to measure.
     """
-    rng = random.Random(plan.seed)
+    rng, token_ids = random.Random(plan.seed), _token_ids(llm)
     for length, size in plan.within(llm.max_context).batches:
         new, continued = [], []
         for _ in range(plan.repeats + 1):
@@ -94,7 +94,7 @@ def measure(llm: AsyncLM, plan: Plan) -> Iterator[Cell]:
             new.append(_measure_seconds(llm, contexts))
             steps = []
             for _ in range(plan.steps):
-                contexts = [context.extend(_random_token_id(llm, rng)) for context in contexts]
+                contexts = [context.extend(rng.choice(token_ids)) for context in contexts]
                 steps.append(_measure_seconds(llm, contexts))
             continued.append(statistics.median(steps))
         # The first measurement of a shape compiles kernels and allocates buffers.
@@ -113,13 +113,14 @@ def _measure_seconds(llm: AsyncLM, contexts: Sequence[Context]) -> float:
 
 
 def _contexts(llm: AsyncLM, tokens: int, rng: random.Random) -> Iterator[Context]:
+    token_ids = _token_ids(llm)
     while True:
-        yield llm.context([_random_token_id(llm, rng) for _ in range(tokens)])
+        yield llm.context(rng.choices(token_ids, k=tokens))
 
 
-def _random_token_id(llm: AsyncLM, rng: random.Random) -> int:
-    """Return a random id of text; models may lack embeddings of the highest ids."""
-    excluded = {*llm.vocabulary.special_ids, *llm.vocabulary.missing_ids}
-    while (token_id := rng.randrange(max(1, llm.vocab_size // 2))) in excluded:
-        pass
-    return token_id
+def _token_ids(llm: AsyncLM) -> list[int]:
+    """Return half of the ids of text; models may lack embeddings of the highest ids."""
+    from genlm.cli.text_ids import ids_with_text
+
+    token_ids = ids_with_text(llm.vocabulary)
+    return token_ids[: -(-len(token_ids) // 2)]

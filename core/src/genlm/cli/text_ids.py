@@ -22,3 +22,9 @@ def text_ids(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[i
             f"of {text!r}"
         )
     return [token_id for (token_id,) in ids]
+
+
+def ids_with_text(vocabulary: Vocabulary) -> list[int]:
+    """Return the ids of the vocabulary that are neither missing nor special, ascending."""
+    others = vocabulary.special_ids.union(vocabulary.missing_ids)
+    return [token_id for token_id in range(vocabulary.size) if token_id not in others]

@@ -30,7 +30,7 @@ _FILES = {
 _OTHER_DISTRIBUTIONS = {
     "backend", "bytes", "control", "core", "grammar", "lm-eval", "trie-cuda",
 }  # fmt: skip
-"""Distributions, without genlm-, that have no backend of their name."""
+"""Names of distributions that are not backends, without the prefix genlm-."""
 
 
 @plugin_commands.callback()

@@ -32,7 +32,7 @@ class ResidentBatch:
     """Keys and values of the sequences of one pass.
 
     Args:
-        layout: A pass that gathers its pasts, of which the batch has no keys and values yet.
+        layout: The first pass of the batch, which gathers the keys and values of its pasts.
         layers: Number of layers.
 
     Attributes:

@@ -276,7 +276,7 @@ def _check_distinct(decode: Sequence[Any], layout: TrieLayout) -> None:
 
 
 def _key(item: Any) -> Hashable:
-    """Return a hashable object that is equal for equal items: lists have no hash."""
+    """Return an item, or a tuple of its type and symbols if it is not hashable."""
     try:
         hash(item)
     except (TypeError, ValueError):  # ValueError: a memoryview that can be written

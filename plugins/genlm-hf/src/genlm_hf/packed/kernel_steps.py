@@ -163,8 +163,8 @@ class KernelSteps:
         """Compare the result of `compute` with the pass without kernels, which is returned.
 
         If `compute` raises, `refuse` is called with the reason. If the results differ, kernels
-        are no longer used. If the pass without kernels raises, for example because memory is
-        short, the next pass is compared.
+        are no longer used. If the pass without kernels raises, for example an out-of-memory
+        error, the next pass is compared.
         """
         logits, reason = None, ""
         try:

@@ -66,7 +66,7 @@ class TokenCharacterTrie(TrieViews):
 
 
 def _with_dtype(rows: Any, dtype: npt.DTypeLike) -> Any:
-    """Convert rows of real numbers; others are returned unchanged, and are refused."""
+    """Convert rows of real numbers; other rows are returned, and the reduction refuses them."""
     if isinstance(rows, torch.Tensor):
         torch_dtype = torch.float64 if dtype == np.float64 else torch.float32
         return rows if rows.is_complex() else rows.to(torch_dtype)

@@ -201,6 +201,21 @@ def test_a_model_in_training_is_served_without_dropout_until_the_engine_closes(
     loss.backward()
 
 
+def test_the_training_mode_returns_if_an_adapter_cannot_be_removed(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama.train()
+    engine = HFEngine.from_model(llama, tokenizer)
+
+    def unload() -> None:
+        raise RuntimeError("in use")
+
+    monkeypatch.setattr(engine._adapters, "unload", unload)
+    with pytest.raises(RuntimeError, match="in use"):
+        engine.close()
+    assert all(module.training for module in llama.modules())
+
+
 def test_a_models_hooks_and_weights_are_left_alone(engine: HFEngine, llama: Any) -> None:
     weights = copy.deepcopy(llama.state_dict())
     answers(engine, ids_of_lengths(9, 4))

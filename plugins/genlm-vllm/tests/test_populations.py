@@ -387,21 +387,22 @@ def test_a_population_above_the_places_does_not_hold_up_others(
 
 
 @pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("method", ["_check", "_fork"])
 def test_a_last_member_that_is_refused_fails_alone(
-    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """With one place, it is refused when all others are computed."""
     residents = llm.engine._residents  # type: ignore[attr-defined]
-    check_query = residents._check
+    original = getattr(residents, method)
 
-    def refusing(query: genlm.Query) -> None:
+    def refusing(query: genlm.Query, *arguments: Any) -> Any:
         if query.token_ids[-1] == 9:
-            raise genlm.EvaluationError("refused")
-        check_query(query)
+            raise RuntimeError("refused")
+        return original(query, *arguments)
 
     population = llm.population([[*PROMPT, last] for last in (3, 4, 5, 9)])
     with monkeypatch.context() as patch:
-        patch.setattr(residents, "_check", refusing)
+        patch.setattr(residents, method, refusing)
         with pytest.raises(genlm.PopulationError, match="refused") as caught:
             population.draw_sync(seed=0)
     assert list(caught.value.members) == [3]

@@ -313,8 +313,10 @@ class HFEngine(PrefixEngine):
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         self._weights = None
         super().close()
-        adapters.unload()
-        self._evaluation.close()
+        try:
+            adapters.unload()
+        finally:
+            self._evaluation.close()
         del adapters, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()

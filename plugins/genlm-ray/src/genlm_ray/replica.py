@@ -240,8 +240,8 @@ class Replica:
         self, state: Session, adapters: Mapping[str, str], prefixes: Collection[Prefix]
     ) -> None:
         """Load the missing adapters and prefixes of a session, and free the others."""
-        for name in [name for name in state.adapters if name not in adapters]:
-            del state.adapters[name]
+        for name in state.adapters.difference(adapters):
+            state.adapters.remove(name)
             engine_name = state.engine_adapter(name)
             try:
                 if hasattr(self._shared.engine, "remove_adapter"):
@@ -252,7 +252,7 @@ class Replica:
             if name not in state.adapters:
                 engine_name = state.engine_adapter(name)
                 await self._call_engine("add_adapter", engine_name, path)
-                state.adapters[name] = path
+                state.adapters.add(name)
         freed = [prefix for prefix in state.prefixes if prefix not in prefixes]
         for prefix in freed:
             del state.prefixes[prefix]

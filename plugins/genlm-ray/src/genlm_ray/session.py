@@ -112,7 +112,7 @@ class Session:
 
     Attributes:
         generations: Generations of the driver's populations, by number.
-        adapters: Paths of the driver's adapters, by the driver's names.
+        adapters: Names of the driver's adapters.
         prefixes: Cached prefixes of the driver.
         finished: Completions that were not sent yet.
         changed: Set when a message to the driver may be due.
@@ -127,7 +127,7 @@ class Session:
     def __init__(self, driver: str, shared: SharedEngine, limits: ServingLimits) -> None:
         self.driver = driver
         self.generations = Generations()
-        self.adapters: dict[str, str] = {}
+        self.adapters: set[str] = set()
         self.prefixes: dict[Prefix, None] = {}
         self.finished: list[Completion] = []
         self.changed = asyncio.Event()

@@ -276,23 +276,26 @@ class Residents:
         """Begin requests of members while vLLM has places; the other members wait."""
         while self._unstarted and len(self._busy) < self.requests.places:
             pending, place = self._unstarted.popleft()
-            query: Any = pending.query
-            index = int(query.wanted[place])
-            single = _single_query(query, index)
             try:
-                self._check(single)
+                self._begin_member(pending, place)
             except Exception as error:  # noqa: BLE001 - the error of this sequence only
                 pending.fail(place, error)
-                continue
-            turn = pending.turn + place
-            resident = self._fork(single, turn, len(single) - 1)
-            if resident is None:
-                resident = self.requests.begin(single.token_ids, query.adapter, turn)
-                self._counts["members_begun"] += 1
-            else:
-                self._counts["members_forked"] += 1
-            query.generation.state.states[index] = resident
-            self._wait_for(resident, pending, place)
+
+    def _begin_member(self, pending: PendingQuery, place: int) -> None:
+        """Fork or begin the request of one member."""
+        query: Any = pending.query
+        index = int(query.wanted[place])
+        single = _single_query(query, index)
+        self._check(single)
+        turn = pending.turn + place
+        resident = self._fork(single, turn, len(single) - 1)
+        if resident is None:
+            resident = self.requests.begin(single.token_ids, query.adapter, turn)
+            self._counts["members_begun"] += 1
+        else:
+            self._counts["members_forked"] += 1
+        query.generation.state.states[index] = resident
+        self._wait_for(resident, pending, place)
 
     def abort(self, query_id: int) -> None:
         """Drop a query and the requests that no other query needs; ignore an unknown query."""

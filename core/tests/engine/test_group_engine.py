@@ -128,6 +128,31 @@ def test_small_groups_share_passes_with_single_queries_if_there_are_any(make_mod
     assert engine.groups == (2 if others == "none" else 0)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "adapters", "chosen"),
+    [
+        ([3, 1, 2], [None] * 3, [0, 1]),
+        ([2, 3, 1], [None] * 3, [0]),  # a later group does not overtake
+        ([5, 1], [None] * 2, [0]),
+        ([1, 1, 3, 1], ["poet", None, "poet", "poet"], [0, 2]),
+    ],
+)
+def test_groups_of_one_adapter_are_chosen_together_up_to_the_limit(
+    sizes: list[int],
+    adapters: list[str | None],
+    chosen: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine(SIZE)
+    monkeypatch.setattr(engine, "group_limit", lambda _group: 4)
+    generation, places = first_generation([TokenSequence.of([token]) for token in range(5)])
+    groups = [
+        GroupQuery(number, generation, places[:size], places[:size], Rows(), adapter)
+        for number, (size, adapter) in enumerate(zip(sizes, adapters, strict=True))
+    ]
+    assert [group.query_id for group in engine.choose_groups(groups)] == chosen
+
+
 def test_a_small_group_that_is_refused_fails_alone(make_model):
     class Refusing(ScriptedEngine):
         def submit_group(self, group):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_integer, checked_number, checked_size
-from genlm.core.model.context import Context
+from genlm.core.model.context import Context, TokenIds
 from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.rows.sampling import checked_seed
 from genlm.core.trie.trie import TokenCharacterTrie
@@ -108,7 +108,7 @@ class ByteReader:
         self._beam: tuple[_Hypothesis, ...] = ()
         self._is_busy = False
 
-    async def start(self, token_ids: Sequence[int] | Context) -> None:
+    async def start(self, token_ids: TokenIds) -> None:
         """Start after some tokens, such as a BOS token or a prompt.
 
         After special tokens only, the text has just begun. If the tokenizer adds a space to the

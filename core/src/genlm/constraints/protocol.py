@@ -74,8 +74,8 @@ class Constraint(ABC):
     The attributes of a user-defined constraint may also be torch tensors.
     """
 
-    finished: Flags
-    log_potential: Floats
+    finished: Flags | torch.Tensor
+    log_potential: Floats | torch.Tensor
 
     @abstractmethod
     def masks(self) -> tuple[MasksLike, Integers64 | None]:

@@ -153,6 +153,24 @@ def test_groups_of_one_adapter_are_chosen_together_up_to_the_limit(
     assert [group.query_id for group in engine.choose_groups(groups)] == chosen
 
 
+def test_groups_and_single_queries_take_turns() -> None:
+    class OneByOne(ScriptedEngine):
+        def choose(self, pending):
+            return pending[:1]
+
+        def choose_groups(self, pending):
+            return pending[:1]
+
+    engine = OneByOne(SIZE)
+    generation, places = first_generation([TokenSequence.of([token]) for token in range(4)])
+    for number in range(3):
+        engine.submit(Query(number, [number]))
+        engine.submit_group(GroupQuery(10 + number, generation, places, places, Rows()))
+    engine.submit(Query(3, [3]))
+    completed = [completion.query_id for _ in range(7) for completion in engine.step()]
+    assert completed == [10, 0, 11, 1, 12, 2, 3]
+
+
 def test_a_small_group_that_is_refused_fails_alone(make_model):
     class Refusing(ScriptedEngine):
         def submit_group(self, group):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter

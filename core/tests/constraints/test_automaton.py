@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import re
 import sys
 import weakref
@@ -202,6 +203,20 @@ def test_equal_languages_have_automata_of_equal_size():
     assert len((Automaton.regex("a+") & Automaton.regex("b+"))._table.accepting) == 1
 
 
+@given(st.lists(st.sampled_from(WORDS), min_size=1))
+def test_a_choice_has_its_texts_and_the_smallest_automaton(texts):
+    language = Automaton.choice(iter(texts))
+    for word in WORDS:
+        assert (word.encode() in language) == (word in texts)
+    for same in (
+        Automaton(language.successors, language.accepting),
+        Automaton.choice([text.encode() for text in texts]),
+        pickle.loads(pickle.dumps(language)),
+    ):
+        assert len(same.accepting) == len(language.accepting)
+        assert all((word.encode() in same) == (word in texts) for word in WORDS)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_are_the_tokens_after_which_a_text_can_be_completed(llm, pattern):
     """Against all sequences of up to five tokens, for every history of up to two."""
@@ -315,11 +330,28 @@ def test_the_tables_of_the_most_recently_used_stop_tokens_are_stored(llm):
     [
         (lambda: Automaton([[0]], [True]), r"\(1, 1\)"),
         (lambda: Automaton(np.full((1, 256), 1), [True]), "out of range"),
+        (lambda: Automaton.choice([]), "there are no texts"),
     ],
 )
 def test_what_is_no_automaton_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [("yes", r"texts='yes' is one text; pass a list"), (["yes", 3], "found 3 among texts")],
+)
+def test_what_is_no_choice_of_texts_is_refused(texts, message):
+    with pytest.raises(TypeError, match=message):
+        Automaton.choice(texts)
+
+
+def test_a_choice_of_too_many_states_is_refused(monkeypatch):
+    monkeypatch.setattr(byte_automata, "MAX_STATES", 5)
+    assert b"abcd" in Automaton.choice(["abcd", "bbcd"])  # 5 states
+    with pytest.raises(ValueError, match="of 2 texts has more than 5 states"):
+        Automaton.choice(["abcd", "bbcc"])
 
 
 def test_tokens_of_another_shape_are_refused(llm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from genlm.constraints.byte_automata import (
     complement,
     minimise,
     product,
+    texts_table,
     utf8_table,
 )
-from genlm.constraints.protocol import Constraint, Integers64, Language
+from genlm.constraints.protocol import Constraint, Flags, Integers64, Language
 from genlm.constraints.regex import regex_table
 from genlm.constraints.states import (
     DEAD,
@@ -77,17 +79,26 @@ class Automaton(Language):
             raise ValueError(
                 f"a state out of range; expected -1 for none, or 0 to {states - 1}"
             )
-        self._table = minimise(table)
-        self.successors, self.accepting = self._table
-        for array in self._table:
+        self._set_table(minimise(table))
+
+    def _set_table(self, table: ByteTable) -> None:
+        """Set the smallest automaton of the language."""
+        self._table = table
+        self.successors, self.accepting = table
+        for array in table:
             array.setflags(write=False)
         self._compiled = PerVocabulary(
             lambda vocabulary, stop: TokenTable(
-                self._table,
-                text_tokens.get(vocabulary, stop),
-                token_tries.get(vocabulary, stop),
+                table, text_tokens.get(vocabulary, stop), token_tries.get(vocabulary, stop)
             )
         )
+
+    @classmethod
+    def _of_smallest(cls, successors: Integers64, accepting: Flags) -> Automaton:
+        """Return the language of an automaton that is the smallest one."""
+        automaton = object.__new__(cls)
+        automaton._set_table(ByteTable(successors, accepting))
+        return automaton
 
     @classmethod
     def regex(cls, pattern: str) -> Automaton:
@@ -109,6 +120,28 @@ class Automaton(Language):
         """
         return cls(*regex_table(pattern))
 
+    @classmethod
+    def choice(cls, texts: Iterable[str | bytes]) -> Automaton:
+        """Return the language of some texts.
+
+        Unlike a regular expression of alternatives, it is compiled without an additional
+        package, and thousands of texts take less than a second.
+
+        Args:
+            texts: At least one text, such as the labels of a classification. Strings are
+                encoded as UTF-8.
+
+        Raises:
+            ValueError: There are no texts, or their automaton has more than 100,000 states.
+                Texts that begin alike or end alike share states.
+            TypeError: A text is neither a string nor bytes.
+        """
+        if isinstance(texts, (str, bytes)):
+            raise TypeError(
+                f"texts={texts!r:.80} is one text; pass a list, such as [{texts!r:.80}]"
+            )
+        return cls._of_smallest(*texts_table(map(_encoded, texts)))
+
     def __and__(self, other: Automaton) -> Automaton:
         if not isinstance(other, Automaton):
             return NotImplemented
@@ -128,7 +161,7 @@ class Automaton(Language):
         return state != NO_STATE and bool(self._table.accepting[state])
 
     def __reduce__(self) -> Any:
-        return type(self), tuple(self._table)
+        return self._of_smallest, tuple(self._table)
 
     def __repr__(self) -> str:
         count = len(self._table.accepting)
@@ -183,6 +216,12 @@ class _AutomatonConstraint(StateConstraint):
 
     def __getitem__(self, ancestors: Any) -> _AutomatonConstraint:
         return _AutomatonConstraint(self.table, self.states[member_index(ancestors)])
+
+
+def _encoded(text: str | bytes) -> bytes:
+    if not isinstance(text, (str, bytes)):
+        raise TypeError(f"found {text!r:.80} among texts; expected strings or bytes")
+    return text.encode() if isinstance(text, str) else text
 
 
 def _states(values: npt.ArrayLike, argument: str) -> Integers64:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +18,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 
 NO_STATE = -1
+MAX_STATES = 100_000
+"""Maximum number of states of an automaton that is built from a description."""
 _BLOCK = 2**22
 """Number of successors that `distinct_edges` sorts at a time."""
 _MAX_ROUNDS = 32
@@ -65,6 +68,45 @@ def utf8_table() -> ByteTable:
     return ByteTable(successors, np.arange(8) == 0)
 
 
+def texts_table(texts: Iterable[bytes]) -> ByteTable:
+    """Return the smallest automaton of some texts.
+
+    Texts are added in order. A state from which no later text continues is complete, and is
+    replaced by an equal complete state if there is one.
+
+    Source: Daciuk, Mihov, Watson and Watson, Incremental Construction of Minimal Acyclic
+    Finite-State Automata, 2000, section 3.
+
+    Raises:
+        ValueError: There are no texts, or the automaton has more than `MAX_STATES` states.
+    """
+    ordered = sorted({*texts})
+    if not ordered:
+        raise ValueError("there are no texts; pass at least one")
+    number_of: dict[tuple[int, ...], int] = {}  # of the complete states
+    # The states of a text: whether each accepts, then its edges, a byte and a state each.
+    path: list[list[int]] = [[False]]
+    for text, after in zip(ordered, [*ordered[1:], b""], strict=True):
+        path += [[False] for _ in range(len(path), len(text) + 1)]
+        path[-1][0] = True
+        differing = (place for place, pair in enumerate(zip(text, after)) if pair[0] != pair[1])
+        shared = next(differing, min(len(text), len(after)))
+        while len(path) > shared + 1:
+            number = number_of.setdefault(tuple(path.pop()), len(number_of) + 1)
+            path[-1] += text[len(path) - 1], number
+        if len(number_of) >= MAX_STATES:
+            raise ValueError(
+                f"the automaton of {len(ordered):,} texts has more than {MAX_STATES:,} states; "
+                f"pass fewer or shorter texts"
+            )
+    states = [path[0], *number_of]
+    edges = np.array([*chain(*(state[1:] for state in states))], np.int64).reshape(-1, 2)
+    sources = np.repeat(np.arange(len(states)), [len(state) // 2 for state in states])
+    successors = np.full((len(states), 256), NO_STATE)
+    successors[sources, edges[:, 0]] = edges[:, 1]
+    return ByteTable(successors, np.array([state[0] for state in states], np.bool_))
+
+
 def complement(table: ByteTable) -> ByteTable:
     """Return the automaton of the valid UTF-8 texts that `table` does not accept."""
     successors, accepting = _with_dead_state(table)
@@ -80,22 +122,21 @@ def product(
     """
     first, second = _with_dead_state(first), _with_dead_state(second)
     width = len(second.accepting)
-    is_reached = np.zeros(len(first.accepting) * width, np.bool_)
-    is_reached[0] = True
-    layers, rows = [np.zeros(1, np.int64)], []
+    letters, letter_of = _letters(np.vstack([first.successors, second.successors]))
+    after_first, after_second = first.successors[:, letters], second.successors[:, letters]
+    number_of, layers, rows = {0: 0}, [np.zeros(1, np.int64)], []
     while layers[-1].size:
-        pairs = layers[-1]
-        after = first.successors[pairs // width] * width + second.successors[pairs % width]
-        rows.append(after)
-        new = np.unique(after)
-        new = new[~is_reached[new]]
-        is_reached[new] = True
-        layers.append(new)
+        pairs, count = layers[-1], len(number_of)
+        after = after_first[pairs // width] * width + after_second[pairs % width]
+        targets, places = np.unique(after, return_inverse=True)
+        numbers = np.array(
+            [number_of.setdefault(target, len(number_of)) for target in targets.tolist()]
+        )
+        rows.append(numbers[places].reshape(after.shape))
+        layers.append(targets[numbers >= count])
     pairs = np.concatenate(layers)
-    number = np.empty(len(is_reached), np.int64)
-    number[pairs] = np.arange(len(pairs))
     accepting = accepts(first.accepting[pairs // width], second.accepting[pairs % width])
-    return ByteTable(number[np.concatenate(rows)], accepting)
+    return ByteTable(np.concatenate(rows)[:, letter_of], accepting)
 
 
 def minimise(table: ByteTable) -> ByteTable:
@@ -110,13 +151,20 @@ def minimise(table: ByteTable) -> ByteTable:
     successors, accepting = _with_dead_state(table)
     is_live = live_states(distinct_edges([successors]), accepting)
     successors[~is_live[successors]] = len(table.accepting)
-    # Bytes with equal successors have one column.
-    distinct = {column.tobytes(): column for column in successors.T.copy()}
-    columns = np.stack(list(distinct.values()))
+    columns = np.ascontiguousarray(successors[:, _letters(successors)[0]].T)
     classes = _moore(columns, accepting, is_live)
     if classes is None:
         classes = _hopcroft(columns, accepting, is_live)
     return _merge_states(successors, accepting, classes)
+
+
+def _letters(successors: States) -> tuple[States, States]:
+    """Return a byte of each set of bytes with equal successors, and the set of each byte."""
+    place_of: dict[bytes, int] = {}
+    sets = np.array(
+        [place_of.setdefault(column.tobytes(), len(place_of)) for column in successors.T.copy()]
+    )
+    return np.unique(sets, return_index=True)[1], sets
 
 
 def _with_dead_state(table: ByteTable) -> ByteTable:

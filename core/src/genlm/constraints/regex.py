@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
+from genlm.constraints.byte_automata import (
+    MAX_STATES,
+    NO_STATE,
+    ByteTable,
+    distinct_edges,
+    live_states,
+)
 from genlm.constraints.regex_automaton import (
     END,
     Choice,
@@ -27,8 +33,6 @@ from genlm.constraints.regex_automaton import (
 
 _MAX_SIZE = 30_000
 """Maximum size of a regular expression: the number of states of all copies of its elements."""
-_MAX_STATES = 100_000
-"""Maximum number of states of a deterministic automaton before it is minimised."""
 
 _IGNORED = re.compile(r"(?:[^\S\x1c-\x1f]|#[^\n]*)*")  # in verbose mode
 _GROUP = re.compile(r"\((?:\?P?<[^>]*>|\?(?P<on>[a-zA-Z]*)-?(?P<off>[a-zA-Z]*)(?P<end>[:)]))?")
@@ -70,10 +74,10 @@ def regex_table(pattern: str) -> ByteTable:
             f"{_MAX_SIZE:,}. Use *, + or fewer repetitions, and classes of fewer characters, "
             f"such as [a-z] in place of \\w"
         )
-    table = Positions().determinise(expression, _MAX_STATES)
+    table = Positions().determinise(expression, MAX_STATES)
     if table is None:
         raise ValueError(
-            f"the automaton of the regular expression {shown!r} has more than {_MAX_STATES:,} "
+            f"the automaton of the regular expression {shown!r} has more than {MAX_STATES:,} "
             f"states. Use fewer repetitions after parts that can end at several places"
         )
     return _accept_ends(table)

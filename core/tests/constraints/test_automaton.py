@@ -95,6 +95,41 @@ def test_languages_are_combined(first, second):
         assert (text in only) == bool(in_one and not in_other)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*itertools.pairwise([pattern for pattern in PATTERNS if "$" not in pattern][:-1])],
+)
+def test_languages_are_concatenated_and_repeated(first, second):
+    one, other = Automaton.regex(first), Automaton.regex(second)
+    both, several, pairs = one + other, one.repeat(), (one | other).repeat(2, 2)
+    some, most = other.repeat(1), (one + other).repeat(most=2)
+    for word in WORDS:
+        text = word.encode()
+        for language, pattern in (
+            (both, f"(?:{first})(?:{second})"),
+            (several, f"(?:{first})*"),
+            (pairs, f"(?:{first}|{second}){{2}}"),
+            (some, f"(?:{second})+"),
+            (most, f"(?:(?:{first})(?:{second})){{0,2}}"),
+        ):
+            assert (text in language) == bool(re.fullmatch(pattern, word)), (word, pattern)
+
+
+def test_repetitions_are_checked(monkeypatch):
+    letter = Automaton.choice(["ab", "b"])
+    with pytest.raises(ValueError, match=r"most=1.* must be 2 or more"):
+        letter.repeat(2, 1)
+    with pytest.raises(ValueError, match=r"least=-1"):
+        letter.repeat(-1)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        letter + "b"
+    with pytest.raises(ValueError, match="the automaton has more than 100,000 states"):
+        letter.repeat(10**6, 10**6)
+    monkeypatch.setattr("genlm.constraints.automaton.MAX_STATES", 200)
+    with pytest.raises(ValueError, match="the automaton has more than 200 states"):
+        Automaton.regex("[ab]*a") + Automaton.regex("[ab]").repeat(9, 9)
+
+
 BOUNDS = bytes.fromhex("00417f808f909fa0bfc0c1c2dfe0e1ecedeeeff0f1f3f4f5ff")
 """First and last bytes of the ranges that UTF-8 distinguishes."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.byte_automata import (
+    MAX_STATES,
     NO_STATE,
     ByteTable,
     complement,
@@ -20,6 +21,14 @@ from genlm.constraints.byte_automata import (
 )
 from genlm.constraints.protocol import Constraint, Flags, Integers64, Language
 from genlm.constraints.regex import regex_table
+from genlm.constraints.regex_automaton import (
+    END,
+    Element,
+    Part,
+    Positions,
+    Repetition,
+    Sequence,
+)
 from genlm.constraints.states import (
     DEAD,
     StateConstraint,
@@ -30,6 +39,7 @@ from genlm.constraints.states import (
 from genlm.constraints.text_tokens import text_tokens
 from genlm.constraints.token_table import TokenStates, TokenTable, token_tries
 from genlm.core.base.arrays import host_array, signed_index
+from genlm.core.base.validation import checked_integer
 from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.vocab.per_vocabulary import PerVocabulary
@@ -42,9 +52,11 @@ class Automaton(Language):
     r"""A regular language over bytes.
 
     Languages are combined with `&`, `|` and `~`; the complement of a language contains the
-    valid UTF-8 texts that are not in it.
+    valid UTF-8 texts that are not in it. `+` is the language of the concatenations of a text of
+    one language and a text of the other.
 
         date = Automaton.regex(r"\d{4}-\d\d-\d\d") & ~Automaton.regex(r".*-00.*")
+        line = Automaton.choice(["start: ", "end: "]) + date
 
     The automaton has a table for the tokens of a vocabulary: the successors and the packed mask
     of each state, computed when a member first has the state. Tokens after which no text of the
@@ -154,6 +166,37 @@ class Automaton(Language):
 
     def __invert__(self) -> Automaton:
         return Automaton(*complement(self._table))
+
+    def __add__(self, other: Automaton) -> Automaton:
+        if not isinstance(other, Automaton):
+            return NotImplemented
+        return self._of_part(Sequence([Element.of(self._table), Element.of(other._table)]))
+
+    def repeat(self, least: int = 0, most: int | None = None) -> Automaton:
+        """Return the language of the concatenations of several texts of the language.
+
+        Args:
+            least: Minimum number of texts.
+            most: Maximum number of texts; None for any number.
+
+        Raises:
+            ValueError: `most` is less than `least`, `least` is negative, or the automaton has
+                more than 100,000 states.
+            TypeError: `least` or `most` is not an integer.
+        """
+        least = checked_integer("least", least, 0)
+        if most is not None:
+            most = checked_integer("most", most, least)
+        return self._of_part(Repetition(Element.of(self._table), least, most))
+
+    @classmethod
+    def _of_part(cls, part: Part) -> Automaton:
+        """Return the language of a part of an expression."""
+        is_small = part.size <= MAX_STATES
+        table = Positions().determinise(part, MAX_STATES) if is_small else None
+        if table is None:
+            raise ValueError(f"the automaton has more than {MAX_STATES:,} states")
+        return cls(table.successors[:, :END], table.accepting)
 
     def __contains__(self, text: bytes) -> bool:
         check_text(text)

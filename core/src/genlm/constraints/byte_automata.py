@@ -109,7 +109,7 @@ def texts_table(texts: Iterable[bytes]) -> ByteTable:
 
 def complement(table: ByteTable) -> ByteTable:
     """Return the automaton of the valid UTF-8 texts that `table` does not accept."""
-    successors, accepting = _with_dead_state(table)
+    successors, accepting = _with_dead_state(table, np.arange(256))
     return product(ByteTable(successors, ~accepting), utf8_table(), np.logical_and)
 
 
@@ -120,14 +120,13 @@ def product(
 
     Reachable pairs of states are enumerated layer by layer.
     """
-    first, second = _with_dead_state(first), _with_dead_state(second)
+    letters, letter_of = distinct_letters(np.vstack([first.successors, second.successors]))
+    first, second = _with_dead_state(first, letters), _with_dead_state(second, letters)
     width = len(second.accepting)
-    letters, letter_of = _letters(np.vstack([first.successors, second.successors]))
-    after_first, after_second = first.successors[:, letters], second.successors[:, letters]
     number_of, layers, rows = {0: 0}, [np.zeros(1, np.int64)], []
     while layers[-1].size:
         pairs, count = layers[-1], len(number_of)
-        after = after_first[pairs // width] * width + after_second[pairs % width]
+        after = first.successors[pairs // width] * width + second.successors[pairs % width]
         targets, places = np.unique(after, return_inverse=True)
         numbers = np.array(
             [number_of.setdefault(target, len(number_of)) for target in targets.tolist()]
@@ -148,18 +147,24 @@ def minimise(table: ByteTable) -> ByteTable:
 
     States from which no accepting state can be reached become -1; state 0 always remains.
     """
-    successors, accepting = _with_dead_state(table)
+    letters, letter_of = distinct_letters(table.successors)
+    successors, accepting = _with_dead_state(table, letters)
     is_live = live_states(distinct_edges([successors]), accepting)
     successors[~is_live[successors]] = len(table.accepting)
-    columns = np.ascontiguousarray(successors[:, _letters(successors)[0]].T)
+    columns = np.ascontiguousarray(successors.T)
     classes = _moore(columns, accepting, is_live)
     if classes is None:
         classes = _hopcroft(columns, accepting, is_live)
-    return _merge_states(successors, accepting, classes)
+    merged = _merge_states(successors, accepting, classes)
+    return ByteTable(merged.successors[:, letter_of], merged.accepting)
 
 
-def _letters(successors: States) -> tuple[States, States]:
-    """Return a byte of each set of bytes with equal successors, and the set of each byte."""
+def distinct_letters(successors: States) -> tuple[States, States]:
+    """Return a letter of each set of letters with equal successors, and each letter's set.
+
+    Args:
+        successors: Shape `(states, letters)`.
+    """
     place_of: dict[bytes, int] = {}
     sets = np.array(
         [place_of.setdefault(column.tobytes(), len(place_of)) for column in successors.T.copy()]
@@ -167,9 +172,11 @@ def _letters(successors: States) -> tuple[States, States]:
     return np.unique(sets, return_index=True)[1], sets
 
 
-def _with_dead_state(table: ByteTable) -> ByteTable:
-    """Return the automaton with one more state, which is the successor in place of -1."""
-    successors = np.vstack([table.successors, np.full((1, 256), NO_STATE)])
+def _with_dead_state(table: ByteTable, letters: States) -> ByteTable:
+    """Return the columns of some letters, with a further state that takes the place of -1."""
+    successors = np.pad(
+        table.successors[:, letters], ((0, 1), (0, 0)), constant_values=NO_STATE
+    )
     successors[successors == NO_STATE] = len(table.accepting)
     return ByteTable(successors, np.append(table.accepting, [False]))
 
@@ -239,13 +246,12 @@ def _merge_states(successors: States, accepting: Flags, classes: States) -> Byte
     _, members, classes = np.unique(classes, return_index=True, return_inverse=True)
     dead = classes[-1]
     table, flags = classes[successors[members]], accepting[members]
-    order, is_reached = [int(classes[0])], np.zeros(len(members), np.bool_)
-    is_reached[[classes[0], dead]] = True
+    order, rows = [int(classes[0])], table.tolist()
+    is_reached = {order[0], int(dead)}
     for state in order:  # grows
-        for target in np.unique(table[state]).tolist():
-            if not is_reached[target]:
-                is_reached[target] = True
-                order.append(target)
+        new = [target for target in dict.fromkeys(rows[state]) if target not in is_reached]
+        is_reached.update(new)
+        order += new
     number = np.full(len(members), NO_STATE)
     number[order] = np.arange(len(order))
     number[dead] = NO_STATE  # also if it is the start

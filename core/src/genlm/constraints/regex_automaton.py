@@ -27,7 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.byte_automata import NO_STATE, ByteTable, Flags, States, minimise
+from genlm.constraints.byte_automata import (
+    NO_STATE,
+    ByteTable,
+    Flags,
+    States,
+    distinct_letters,
+    minimise,
+)
 from genlm.core.base.error_handling import import_required
 
 END = 256
@@ -113,6 +120,12 @@ class Element(Part):
         self.is_nullable = self.accepting[0]
 
     @classmethod
+    def of(cls, table: ByteTable) -> Element:
+        """Return the element of an automaton over bytes."""
+        successors = np.pad(table.successors, ((0, 0), (0, 1)), constant_values=NO_STATE)
+        return cls(successors, table.accepting)
+
+    @classmethod
     def end(cls) -> Element:
         """Return the anchor `$`."""
         successors = np.full((2, END + 1), NO_STATE)
@@ -139,8 +152,7 @@ class Element(Part):
                 if byte < 256 and target in number:
                     successors[number[name], byte] = number[target]
         is_accepting = np.array([name in accepting for name in names])
-        successors, is_accepting = minimise(ByteTable(successors, is_accepting))
-        return cls(np.pad(successors, ((0, 0), (0, 1)), constant_values=NO_STATE), is_accepting)
+        return cls.of(minimise(ByteTable(successors, is_accepting)))
 
     def add(self, positions: Positions, copy: Copy) -> Fragment:
         """Add the positions of a copy of the element."""
@@ -272,9 +284,9 @@ class Positions:
         """Return the successors of each position for classes of letters, and these classes."""
         elements = list(dict.fromkeys(element for element, _ in self._elements))
         tables = np.vstack([element.successors for element in elements])
-        columns, class_of = np.unique(tables, axis=1, return_inverse=True)
+        letters, class_of = distinct_letters(tables)
         ends = np.cumsum([len(element.successors) for element in elements])[:-1]
-        rows = [part.tolist() for part in np.split(columns, ends)]
+        rows = [part.tolist() for part in np.split(tables[:, letters], ends)]
         rows_of = dict(zip(elements, rows, strict=True))
         return [rows_of[element][state] for element, state in self._elements], class_of
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import Mask, TokenIdError, TokenTypeError
+from genlm.core.rows.row_masks import RowMasks
 
 
 def words_of(ids: set[int], size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -140,3 +141,32 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 def test_wrong_masks_are_refused(allowed: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Mask(allowed, 10)
+
+
+def forms_of_rows(allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> list[RowMasks]:
+    """The same masks in all forms, computed at once or later."""
+    count, size = allowed.shape
+    words = np.stack([words_of({*np.flatnonzero(row).tolist()}, size) for row in allowed])
+    distinct, index = np.unique(allowed, axis=0, return_inverse=True)
+    masks = [
+        RowMasks(allowed, count, size),
+        RowMasks(torch.from_numpy(words), count, size),
+        RowMasks(list(allowed), count, size),
+        RowMasks(distinct, count, size, index.reshape(-1)),
+    ]
+    return [*masks, RowMasks.deferred(lambda: masks[3], count)]
+
+
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(0, 2**32))
+def test_masks_of_rows_are_intersected(size: int, count: int, seed: int) -> None:
+    random, cpu = np.random.default_rng(seed), torch.device("cpu")
+    first, second = random.random((2, count, size)) < random.random((2, 1, 1))
+    first[0], second[-1] = True, True
+    for one, other in zip(forms_of_rows(first), forms_of_rows(second)[::-1], strict=True):
+        both = one & other
+        assert both.is_deferred == (one.is_deferred or other.is_deferred)
+        assert (both.factors(0, count, cpu).numpy() == (first & second)).all()
+        assert (both.is_empty == ~(first & second).any(1)).all()
+    some = RowMasks([None, [0]] + [None] * (count - 1), count + 1, size)
+    both = some & RowMasks([[0], None] + [[0]] * (count - 1), count + 1, size)
+    assert (both.factors(0, count + 1, cpu).sum(1) == 1).all()

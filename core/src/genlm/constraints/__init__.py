@@ -18,7 +18,8 @@ Special tokens, and tokens without bytes, are not part of any text.
 
 from genlm.constraints.automaton import Automaton
 from genlm.constraints.grammar import Grammar
+from genlm.constraints.languages import Language
 from genlm.constraints.predicate import Python
-from genlm.constraints.protocol import Constraint, Language
+from genlm.constraints.protocol import Constraint
 
 __all__ = ["Automaton", "Constraint", "Grammar", "Language", "Python"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from genlm.constraints.byte_automata import (
     texts_table,
     utf8_table,
 )
-from genlm.constraints.protocol import Constraint, Flags, Integers64, Language
+from genlm.constraints.languages import Language
+from genlm.constraints.protocol import Constraint, Flags, Integers64
 from genlm.constraints.regex import regex_table
 from genlm.constraints.regex_automaton import (
     END,
@@ -154,9 +155,13 @@ class Automaton(Language):
             )
         return cls._of_smallest(*texts_table(map(_encoded, texts)))
 
-    def __and__(self, other: Automaton) -> Automaton:
+    @overload
+    def __and__(self, other: Automaton) -> Automaton: ...
+    @overload
+    def __and__(self, other: Language) -> Language: ...
+    def __and__(self, other: Language) -> Language:
         if not isinstance(other, Automaton):
-            return NotImplemented
+            return super().__and__(other)
         return Automaton(*product(self._table, other._table, np.logical_and))
 
     def __or__(self, other: Automaton) -> Automaton:

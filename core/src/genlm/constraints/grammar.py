@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from genlm.constraints.languages import Language
 from genlm.constraints.matchers import (
     LIBRARIES,
     GrammarSource,
@@ -16,12 +17,7 @@ from genlm.constraints.matchers import (
     MatcherState,
     Words,
 )
-from genlm.constraints.protocol import (
-    Constraint,
-    Flags,
-    Integers64,
-    Language,
-)
+from genlm.constraints.protocol import Constraint, Flags, Integers64
 from genlm.constraints.states import (
     DEAD,
     FINISHED,

@@ -17,6 +17,7 @@ from genlm.constraints.protocol import (
     IntegersLike,
     attribute_values,
     checked_result,
+    mask_of_each_member,
 )
 from genlm.constraints.states import member_index
 from genlm.core.base.arrays import ranges
@@ -75,13 +76,7 @@ class JoinedConstraint(Constraint):
         return self._draw_masks()
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
-        batches = []
-        for part, members in self._pairs:
-            masks, index = part._draw_masks()  # noqa: SLF001 - of the same package
-            if not isinstance(masks, RowMasks):
-                index = None if index is None else checked_array(index, "mask_index")
-                masks = RowMasks(masks, len(members), self._vocab_size, index)
-            batches.append(masks)
+        batches = [mask_of_each_member(part, self._vocab_size) for part in self._parts]
 
         def joined() -> RowMasks:
             return RowMasks.joined(batches).of(self._order)

@@ -14,13 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.automaton import utf8
-from genlm.constraints.protocol import (
-    Constraint,
-    Flags,
-    Integers64,
-    Language,
-    attribute_values,
-)
+from genlm.constraints.languages import Language
+from genlm.constraints.protocol import Constraint, Flags, Integers64, attribute_values
 from genlm.constraints.rejection import Search, above_0
 from genlm.constraints.states import (
     DEAD,
@@ -132,6 +127,20 @@ class Python(Language):
         tokens = text_tokens.get(llm.vocabulary, stop)
         return PythonConstraint(self, tokens, within, texts, first_states(size))
 
+    def _restricted_to(self, other: Language) -> Python:
+        """Draw tokens from the other language's masks, or test them by its functions, too."""
+        prefix, complete, within = self.prefix, self.complete, other
+        if isinstance(other, Python):
+            prefix = functools.partial(_both_accept, other.prefix, prefix)
+            complete = functools.partial(_both_accept, other.complete, complete)
+            within = other._within  # noqa: SLF001 - of the same class
+        if self._within is not utf8():
+            within = self._within if within is utf8() else within & self._within
+        return Python(prefix, complete, within=within, extra_draws=self.extra_draws)
+
+    def __and__(self, other: Language) -> Language:
+        return self._restricted_to(other) if isinstance(other, Language) else NotImplemented
+
     def __reduce__(self) -> Any:
         create = functools.partial(
             type(self), within=self._within, extra_draws=self.extra_draws
@@ -141,6 +150,12 @@ class Python(Language):
     def __repr__(self) -> str:
         name = getattr(self.prefix, "__name__", repr(self.prefix))
         return f"<Python {name} within {self._within!r}>"
+
+
+def _both_accept(
+    first: Callable[[bytes], object], second: Callable[[bytes], object], text: bytes
+) -> bool:
+    return _verdict(first, text) and _verdict(second, text)
 
 
 def _verdict(function: Callable[[bytes], object], text: bytes) -> bool:

@@ -1,8 +1,4 @@
-"""`Constraint` and `Language`: the allowed continuations of a population.
-
-A `Language` is a set of texts. Its method `start` returns a `Constraint`, which follows the
-members of one population.
-"""
+"""`Constraint`: the allowed continuations of the members of a population."""
 
 from __future__ import annotations
 
@@ -16,13 +12,12 @@ import numpy.typing as npt
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 from genlm.core.model.draw_settings import DrawSettings
-from genlm.core.model.members import Members
+from genlm.core.model.members import Members, checked_array
+from genlm.core.rows.row_masks import RowMasks
 
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.base.validation import Integers
-    from genlm.core.model.lm import AsyncLM
     from genlm.core.model.members import ArrayLike
     from genlm.core.model.population import Population
     from genlm.core.rows.draws import DrawnTokens
@@ -33,30 +28,6 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers64: TypeAlias = npt.NDArray[np.int64]
 IntegersLike: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor"
-
-
-class Language(ABC):
-    """A set of texts to which the members of a population are constrained."""
-
-    @abstractmethod
-    def start(
-        self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
-    ) -> Constraint:
-        """Return the constraint of `size` members whose texts are empty or begin with `text`.
-
-        Args:
-            llm: Model, of which the vocabulary is used.
-            size: Number of members.
-            text: Beginning of the text that all members already have, such as the part of the
-                prompt that belongs to the text.
-            stop: Token ids that end a text; by default the tokenizer's end of text, if it
-                has one. Without stop ids, a complete text without continuation is finished.
-
-        Raises:
-            ValueError: No text of the language begins with `text`.
-            MissingRequirementError: A library that the language needs is not installed.
-            MemoryError: A table of the language needs more memory than is free.
-        """
 
 
 class Constraint(ABC):
@@ -197,6 +168,15 @@ class Constraint(ABC):
         finished = int(attribute_values(self, "finished").sum())
         dead = int(np.isneginf(attribute_values(self, "log_potential")).sum())
         return f"<{type(self).__name__}: {len(self)} members, {finished} finished, {dead} dead>"
+
+
+def mask_of_each_member(constraint: Constraint, vocab_size: int) -> RowMasks:
+    """Return the masks of a draw, which may be computed later."""
+    masks, index = constraint._draw_masks()  # noqa: SLF001 - internal to genlm.constraints
+    if isinstance(masks, RowMasks):
+        return masks
+    index = None if index is None else checked_array(index, "mask_index")
+    return RowMasks(masks, len(constraint), vocab_size, index)
 
 
 def attribute_values(constraint: Constraint, name: str) -> npt.NDArray[Any]:

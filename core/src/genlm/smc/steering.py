@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.joined import JoinedConstraint
-from genlm.constraints.protocol import Constraint, Language
+from genlm.constraints.languages import Language
+from genlm.constraints.protocol import Constraint
 from genlm.constraints.states import check_text
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import blocking_iterator, off_loop

@@ -143,6 +143,22 @@ class RowMasks:
             table, places = _joined_table(tables, places)
         return cls._of((table, torch.cat(places)), sum(masks.count for masks in batches))
 
+    def __and__(self, other: RowMasks) -> RowMasks:
+        """Return the intersection of both masks of each row."""
+        if self.is_deferred or other.is_deferred:
+            return self.deferred(lambda: self._and_computed(other), self.count)
+        return self._and_computed(other)
+
+    def _and_computed(self, other: RowMasks) -> RowMasks:
+        pairs = torch.stack([self.places, other.places], 1)
+        distinct, index = torch.unique(pairs, dim=0, return_inverse=True)
+        size = self._computed[0].size
+        words = [
+            masks._computed[0].of(places).words  # noqa: SLF001 - of the same class
+            for masks, places in zip((self, other), distinct.unbind(1), strict=True)
+        ]
+        return self.of_bits(words[0] & words[1], size, index.numpy())
+
     @property
     def places(self) -> torch.Tensor:
         """Place of each row's mask; equal places are equal masks. Shape `(count,)`, int64."""
@@ -236,6 +252,16 @@ class _MaskTable:
             rows = torch.cat([rows[:, :whole], last], 1)
         empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu().numpy()
         return empty
+
+    @property
+    def words(self) -> npt.NDArray[np.int32]:
+        """The masks as packed bits, shape `(m, ceil(size / 32))`."""
+        rows = self.rows.numpy(force=True)
+        if not self.is_packed:
+            rows = np.packbits(rows, axis=1, bitorder="little")
+        words = np.zeros((len(rows), -(-self.size // 32)), np.int32)
+        words.view(np.uint8)[:, : rows.shape[1]] = rows
+        return words
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return all masks on a device, to which they are copied once."""

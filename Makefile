@@ -34,7 +34,7 @@ demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 
 # Both environments are installed at once, and the longest tests begin first, so that two cores
 # are busy until the end.
-test:  ## everything that CI runs, on two cores
+test:  ## `make check` and all tests, on two cores
 	$(MAKE) --jobs 2 --output-sync=target check test-plugins test-vllm test-main test-core test-sgl
 
 test-core: $(READY)  ## the tests of the core

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -122,7 +123,14 @@ def test_a_wait_is_continued_until_the_result_arrives() -> None:
                 self.set_result(7)
                 raise
 
-    assert wait_for(Slow()) == 7
+    def caller(_held: object) -> int:
+        return wait_for(Slow())
+
+    held = Slow()
+    gone = weakref.ref(held)
+    assert caller(held) == 7
+    del held
+    assert gone() is None, "the traceback of the wait keeps objects of its callers"
     failed: Future[int] = Future()
     failed.set_exception(TimeoutError("of the engine"))
     with pytest.raises(TimeoutError, match="of the engine"):

@@ -25,7 +25,7 @@ class DeviceTrie(TokenCharacterTrie):
 
     Weights on a CUDA device (NVIDIA or AMD) are reduced by Triton kernels, weights on other
     devices by torch operations, and weights on the CPU, numpy included, by
-    `TokenCharacterTrie`. Nodes, mappings and methods are those of `TokenCharacterTrie`.
+    `TokenCharacterTrie`. Nodes and methods are those of `TokenCharacterTrie`.
 
     On a device sums are computed in float32 (float64 weights in float64) over a balanced
     tree without subtraction: with `m` tokens below a node the error is at most

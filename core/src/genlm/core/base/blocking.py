@@ -110,15 +110,21 @@ def wait_for(future: concurrent.futures.Future[T]) -> T:
             try:
                 return future.result(_WAIT_S)
             except TimeoutError as error:
-                trace = error.__traceback__
-                while trace is not None and trace.tb_next is not None:
-                    trace = trace.tb_next
-                if trace is None or trace.tb_frame.f_code is not _RESULT_CODE:
+                if not _ended_wait(error):
                     raise
             if future.done():
                 return future.result()  # also if its error is a `TimeoutError`
     finally:
         del future  # the traceback of its error refers to this frame
+
+
+def _ended_wait(error: TimeoutError) -> bool:
+    """Whether an error is that of a wait, not that of a future or of a signal handler."""
+    # A function of its own: a variable with the traceback would keep the frames of all callers.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _RESULT_CODE
 
 
 def is_blocking() -> bool:

@@ -66,8 +66,8 @@ def reduce_logits(
 
     On CUDA, logits are not copied to main memory. Requested rows are written twice: normalised
     in float32 by one operation for up to 2**27 entries, then copied into the memory of each
-    caller by another. Reductions transfer their results, one number for each row says whether
-    it is a distribution, and nothing else leaves the device.
+    caller by another. Reductions transfer their results, one flag says whether all rows are
+    distributions, and nothing else leaves the device.
 
     Args:
         logits: Logits as for `rows_from_logits`; not changed.

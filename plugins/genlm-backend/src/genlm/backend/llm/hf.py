@@ -82,8 +82,8 @@ class AsyncTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="hf")`; rows are on the CPU, as published.
 
     Args:
-        hf_model: A decoder-only transformers model, which other threads may run at the same
-            time. The active adapters of a `peft.PeftModel` remain active. Adapters of
+        hf_model: A decoder-only transformers model, which no other code may run while
+            requests are pending. The active adapters of a `peft.PeftModel` remain active. Adapters of
             `hf_model.load_adapter` are deactivated and used by name.
         hf_tokenizer: Tokenizer of the model.
         batch_size: Maximum number of sequences in a batch; None for no limit.

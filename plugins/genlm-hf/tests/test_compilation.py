@@ -57,7 +57,8 @@ def test_attention_compiles(monkeypatch, tmp_path, dtype, width, rows, features,
     target = NVIDIA_AND_AMD[name]
     kernel = compiled(kernels.attend, target, kinds, constants | rows | features)
     if target[0] == "cuda" and dtype != "fp32":
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        # Triton 3.7 stores up to four scalars of a thread; tiles would be kilobytes.
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 16
         assert kernel.metadata.shared <= 2**16  # all GPUs of these architectures have more
 
 

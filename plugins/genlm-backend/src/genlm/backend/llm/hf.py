@@ -83,8 +83,8 @@ class AsyncTransformer(ServedLM):
 
     Args:
         hf_model: A decoder-only transformers model, which no other code may run while
-            requests are pending. The active adapters of a `peft.PeftModel` remain active. Adapters of
-            `hf_model.load_adapter` are deactivated and used by name.
+            requests are pending. The active adapters of a `peft.PeftModel` remain active.
+            Adapters of `hf_model.load_adapter` are deactivated and used by name.
         hf_tokenizer: Tokenizer of the model.
         batch_size: Maximum number of sequences in a batch; None for no limit.
         timeout: Ignored; batches are dispatched without a timer.

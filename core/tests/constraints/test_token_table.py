@@ -77,7 +77,7 @@ def test_rows_in_any_order_are_those_of_the_definition(
         texts = [*texts, b"a", b"b", b"c"]
     texts = [b"", *texts]  # a special token
     tokens = tokens_of(texts, [0] if has_stop else [])
-    token_table = TokenTable(table, tokens, TokenTrie(texts))
+    token_table = TokenTable(table, tokens, TokenTrie(tokens))
     expected = expected_rows(table, tokens)
     states = LIVE + np.random.default_rng(seed).permutation(len(expected))
     for state in states[: 1 + len(states) // 2].tolist():
@@ -85,7 +85,7 @@ def test_rows_in_any_order_are_those_of_the_definition(
         for token_id in range(-1, len(texts)):
             after = token_table.after(members, np.full(4, token_id)).tolist()
             row = expected[state - LIVE]
-            goal = state if token_id < 0 else row[token_id]
+            goal = token_table.starts[state - LIVE] if token_id < 0 else row[token_id]
             assert after == [goal, DEAD, FINISHED, goal]
         allowed = token_table.row_masks(members).factors(0, 4, CPU).numpy().astype(bool)
         assert allowed[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
@@ -114,7 +114,7 @@ def chain_table(count: int) -> tuple[ByteTable, TextTokens]:
 def test_threads_may_need_states_at_the_same_time() -> None:
     table, tokens = chain_table(60)
     expected = expected_rows(table, tokens)
-    token_table = TokenTable(table, tokens, TokenTrie(tokens.texts))
+    token_table = TokenTable(table, tokens, TokenTrie(tokens))
     barrier = threading.Barrier(8)
 
     def walk(seed: int) -> None:
@@ -138,9 +138,8 @@ def test_the_memory_of_rows_is_bounded_and_dropped_rows_are_computed_again(
 ) -> None:
     table, tokens = chain_table(60)
     expected = expected_rows(table, tokens)
-    token_table = TokenTable(table, tokens, TokenTrie(tokens.texts))
-    row_bytes = len(tokens.texts) + 1
-    monkeypatch.setattr(token_table_module, "MAX_ROW_BYTES", 10 * row_bytes)
+    token_table = TokenTable(table, tokens, TokenTrie(tokens))
+    monkeypatch.setattr(token_table_module, "MAX_ROW_BYTES", 10 * 4)
     states, sizes = LIVE + np.arange(60), []
     for part in [*states[:, None], states[:20], states[5:8], states[30:33]]:
         after = token_table.after(part, np.full(len(part), 2))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
-from genlm.constraints.protocol import Flags, Integers64
+from genlm.constraints.protocol import Integers64
 from genlm.constraints.states import DEAD, FINISHED, LIVE
 from genlm.constraints.text_tokens import TextTokens, text_tokens
+from genlm.core.base.arrays import ranges
 from genlm.core.base.forking import renew_in_forks
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.trie.layout import TrieLayout
@@ -22,124 +23,127 @@ from genlm.engines.memory import free_memory_bytes
 
 TokenStates: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
+Edges: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+
 _VALUES_AT_ONCE = 2**23
-"""Maximum number of successors that are computed at once."""
+"""Maximum number of tokens of all states whose masks are computed at once."""
 
 MAX_ROW_BYTES = 2**30
-"""Maximum memory of the rows of a table, unless a single call needs more."""
+"""Maximum memory of the masks of a table, unless a single call needs more."""
 
-
-class _Level(NamedTuple):
-    """The prefixes of tokens that have the same length, in order.
-
-    Attributes:
-        parents: Place of each prefix without its last byte among those of the previous level.
-        symbols: Last byte of each prefix.
-        token_ids: Tokens of this length.
-        nodes: Place of the prefix that equals each of these tokens.
-    """
-
-    parents: Integers64
-    symbols: Integers64
-    token_ids: Integers64
-    nodes: Integers64
+_NO_LETTER, _STOP, _NO_TEXT, _LETTERS = 256, 257, 258, 259
+"""Letters besides the bytes: after the end of a token, a token that ends a text, and a token
+without bytes. The last is the number of letters."""
 
 
 class TokenTrie:
     """The trie of the bytes of a vocabulary's tokens.
 
     Args:
-        texts: Bytes of each token. A token without bytes leads to the dead state.
+        tokens: The tokens. A token without bytes leads to the dead state.
 
     Attributes:
         count: Number of tokens.
         single_bytes: Which bytes are tokens, shape `(256,)`.
     """
 
-    def __init__(self, texts: list[bytes]) -> None:
+    def __init__(self, tokens: TextTokens) -> None:
+        texts = tokens.texts
         layout = TrieLayout.build(Symbols.of(texts))
-        level, first = layout.level.tolist(), layout.n_tokens
-        node_of = layout.parent[:first].astype(np.int64)  # the prefix that equals each token
-        by_node = np.argsort(node_of, kind="stable")
-        nodes = node_of[by_node]
-        self.count = first
+        self.count = first = layout.n_tokens
         self.single_bytes = np.zeros(256, np.bool_)
         self.single_bytes[[text[0] for text in texts if len(text) == 1]] = True
-        self._levels = []
-        for depth in range(1, len(level) - 1):
-            begin, end = level[depth + 1], level[depth]
-            at_depth = slice(*np.searchsorted(nodes, [begin, end]))
-            self._levels.append(
-                _Level(
-                    layout.parent[begin:end].astype(np.int64) - end,
-                    layout.symbol[begin - first : end - first].astype(np.int64),
-                    by_node[at_depth],
-                    nodes[at_depth] - begin,
-                )
-            )
-        self._widest = max([first, *(len(each.parents) for each in self._levels)])
+        # The last byte of each prefix, its children, and the ranks of tokens that equal it.
+        self._symbols = layout.symbol.astype(np.int32)
+        self._children = layout.child_start.astype(np.int64) - first
+        self._first_rank = layout.lo[first:].astype(np.int64)
+        self._own = np.bincount(layout.parent[:first] - first, minlength=layout.n_prefixes)
+        self._token_of = layout.order.astype(np.int64)
+        # The letters of each token and `_NO_LETTER`; the last token stands for -1.
+        self._lengths = np.array([*(len(text) or 1 for text in texts), 0])
+        self._begins = (self._lengths + 1).cumsum() - self._lengths - 1
+        self._letters = np.full(self._begins[-1] + 1, _NO_LETTER, np.int16)
+        self._letters[ranges(self._begins, self._lengths)] = np.frombuffer(
+            b"".join(text or b"?" for text in texts), np.uint8
+        )
+        [empty] = np.array([not text for text in texts]).nonzero()
+        self._letters[self._begins[empty]] = np.where(tokens.is_stop[empty], _STOP, _NO_TEXT)
 
-    def successors(self, steps: TokenStates, states: Integers64) -> Iterator[TokenStates]:
-        """Yield the successors of some states, a few states at a time.
+    def letters(self, token_ids: Integers64) -> npt.NDArray[np.int16]:
+        """Return the letters of tokens, -1 for no token, shape `(longest, n)`."""
+        lengths = self._lengths[token_ids]
+        places = np.arange(np.maximum.reduce(lengths, initial=0))[:, None]
+        letters: npt.NDArray[np.int16] = self._letters[
+            self._begins[token_ids] + np.minimum(places, lengths)
+        ]
+        return letters
+
+    def walk(
+        self, steps: TokenStates, states: Integers64
+    ) -> Iterator[tuple[Integers64, TokenStates]]:
+        """Yield the tokens that can be written from some states, the shortest first.
 
         Args:
-            steps: Successors of all states and bytes, shape `(all states, 256)`.
+            steps: Successors of all states and letters, `DEAD` (0) for no successor.
             states: Shape `(n,)`.
 
         Returns:
-            Arrays of shape `(part, count)`; `DEAD` for no successor.
+            Token ids, shape `(t,)`, and the state after each from each state, shape `(t, n)`.
         """
-        flat, part = steps.reshape(-1), max(1, _VALUES_AT_ONCE // self._widest)
-        for begin in range(0, len(states), part):
-            reached = states[begin : begin + part, None].astype(steps.dtype)  # at the root
-            found = np.full((len(reached), self.count), DEAD, steps.dtype)
-            for level in self._levels:
-                # Most prefixes are dead in most states.
-                live = np.flatnonzero((reached != DEAD).any(0)[level.parents])
-                states_before = reached[:, level.parents[live]].astype(np.int64)
-                reached = np.full((len(reached), len(level.parents)), DEAD, steps.dtype)
-                reached[:, live] = flat[states_before * 256 + level.symbols[live]]
-                found[:, level.token_ids] = reached[:, level.nodes]
-            yield found
+        flat, width = steps.reshape(-1), steps.shape[1]
+        kind = np.min_scalar_type(-flat.size)
+        nodes = np.array([len(self._symbols) - 1])  # the root
+        reached = states[None].astype(steps.dtype)
+        while nodes.size:
+            counts = self._children[nodes + 1] - self._children[nodes]
+            children = ranges(self._children[nodes], counts)
+            before = np.multiply(reached, width, dtype=kind).repeat(counts, axis=0)
+            before += self._symbols[children][:, None]
+            after = flat.take(before)
+            # Most prefixes are dead in most states.
+            live = np.flatnonzero(after.any(1))
+            nodes, reached = children[live], after[live]
+            own = self._own[nodes]
+            [ending] = own.nonzero()
+            ranks = ranges(self._first_rank[nodes[ending]], own[ending])
+            yield self._token_of[ranks], reached[ending].repeat(own[ending], axis=0)
 
 
 token_tries = PerVocabulary(
-    lambda vocabulary, stop: TokenTrie(text_tokens.get(vocabulary, stop).texts)
+    lambda vocabulary, stop: TokenTrie(text_tokens.get(vocabulary, stop))
 )
 """The trie of a vocabulary, without the tokens that end a text."""
 
 
 class _Rows:
-    """Rows of some states of a table, in the order in which they were added.
+    """Masks of some states of a table, in the order in which they were added.
 
     Attributes:
-        count: Number of rows.
-        place_of: Row of each state of the automaton, -1 for none.
-        successors: State after each token; in the last column, the state of the row.
+        count: Number of masks.
+        place_of: Mask of each state of the automaton, -1 for none.
         words: Allowed tokens, packed bits.
-        masks: The masks of all rows; all draws share copies on devices.
+        masks: The masks; all draws share copies on devices.
     """
 
     masks: RowMasks
 
-    def __init__(self, states: int, vocab_size: int, kind: np.dtype[Any]) -> None:
+    def __init__(self, states: int, vocab_size: int) -> None:
         self.count = 0
         self.place_of = np.full(states, -1)
-        self.successors = np.empty((0, vocab_size + 1), kind)
         self.words = np.empty((0, -(-vocab_size // 32)), np.int32)
 
 
 class TokenTable:
-    r"""The successors of the states of an automaton for the tokens of a vocabulary.
+    r"""The masks and the successors of the states of an automaton, for tokens of a vocabulary.
 
     State `s` of the automaton over bytes is state `LIVE + s`. A stop token leads from a
     complete text to the finished state. If there are no stop tokens, a token that completes a
     text without continuations leads there. Tokens after which no text can be completed lead to
     the dead state.
 
-    The row of a state is computed when it is first needed, because most states of large
-    automata never are: `\w{9}` has 2,700. If the rows would exceed `MAX_ROW_BYTES`, earlier
-    rows are dropped, and computed again when they are needed. May be used by several threads.
+    The mask of a state is computed when it is first needed, because most states of large
+    automata never are: `\w{9}` has 2,700. If the masks would exceed `MAX_ROW_BYTES`, earlier
+    ones are dropped, and computed again when they are needed. May be used by several threads.
 
     Args:
         table: The automaton over bytes.
@@ -158,29 +162,21 @@ class TokenTable:
         self.vocab_size = trie.count
         self._tokens, self._trie = tokens, trie
         self._accepting = np.append([False] * LIVE, table.accepting)
-        self._steps = np.full((count, 256), DEAD, kind)
+        self._steps = np.full((count, _LETTERS), DEAD, kind)
         successors = table.successors
-        self._steps[LIVE:] = np.where(successors == NO_STATE, DEAD, successors + LIVE)
+        self._steps[LIVE:, :256] = np.where(successors == NO_STATE, DEAD, successors + LIVE)
+        self._steps[:, _NO_LETTER] = np.arange(count)
+        self._steps[self._accepting, _STOP] = FINISHED
         self._resolved = self._resolve()
+        self._steps[FINISHED] = FINISHED
         self.starts = self._resolved[LIVE:]
         self._lock = threading.Lock()
         renew_in_forks(self)
-        self._row_bytes = (trie.count + 1) * kind.itemsize + trie.count // 8
+        self._row_bytes = -(-trie.count // 32) * 4
         self._rows = self._first_rows(np.array([], np.int64))
 
     def row_masks(self, states: TokenStates) -> RowMasks:
         """Return the masks of members in some states."""
-        rows, places = self._rows_of(states)
-        return rows.masks.of(places)
-
-    def after(self, states: TokenStates, token_ids: Integers64) -> TokenStates:
-        """Return the states after tokens; -1 for no token. Both have shape `(n,)`."""
-        rows, places = self._rows_of(states)
-        after: TokenStates = rows.successors[places, token_ids]
-        return after
-
-    def _rows_of(self, states: TokenStates) -> tuple[_Rows, Integers64]:
-        """Return rows that include those of some states, and their places."""
         rows = self._rows
         places: Integers64 = rows.place_of[states]
         if places.size and np.minimum.reduce(places) < 0:
@@ -192,58 +188,82 @@ class TokenTable:
                 else:
                     rows = self._rows = self._first_rows(needed)
             places = rows.place_of[states]
-        return rows, places
+        return rows.masks.of(places)
+
+    def after(self, states: TokenStates, token_ids: Integers64) -> TokenStates:
+        """Return the states after tokens; -1 for no token. Both have shape `(n,)`."""
+        for letters in self._trie.letters(token_ids):
+            states = self._steps[states, letters]
+        after: TokenStates = self._resolved[states]
+        return after
 
     def _first_rows(self, states: Integers64) -> _Rows:
-        """Return the rows of some states, of the dead state and of the finished state."""
-        rows = _Rows(len(self._steps), self.vocab_size, self._steps.dtype)
+        """Return the masks of some states, of the dead state and of the finished state."""
+        rows = _Rows(len(self._steps), self.vocab_size)
         self._add(rows, np.union1d(states, [DEAD, FINISHED]))
         return rows
 
     def _resolve(self) -> TokenStates:
         """Return what a state is as a successor: itself, the dead or the finished state."""
-        accepting, states = (
-            self._accepting,
-            np.arange(len(self._steps), dtype=self._steps.dtype),
-        )
-        used = (self._steps != DEAD).any(0)
+        accepting, states = self._accepting, np.arange(len(self._steps))
+        steps = self._steps[:, :256]
+        used = (steps != DEAD).any(0)
         if self._trie.single_bytes[used].all():  # tokens can complete what bytes can
-            edges = distinct_edges([self._steps])
+            edges = distinct_edges([steps])
         else:
-            edges = distinct_edges(self._trie.successors(self._steps, states))
+            edges = self._token_edges(states)
         is_live = live_states(edges, accepting)
-        resolved = np.where(is_live, states, DEAD).astype(states.dtype)
+        resolved = np.where(is_live, states, DEAD).astype(self._steps.dtype)
         if not self._tokens.stop.size:
             sources, targets = edges
             is_over = accepting.copy()
             is_over[sources[is_live[targets]]] = False
             resolved[is_over] = FINISHED
+        resolved[FINISHED] = FINISHED
         return resolved
 
+    def _parts(self, states: Integers64) -> Iterator[Integers64]:
+        """Divide states into parts that are computed at once."""
+        part = max(1, _VALUES_AT_ONCE // self.vocab_size)
+        return (states[begin : begin + part] for begin in range(0, len(states), part))
+
+    def _token_edges(self, states: Integers64) -> Edges:
+        """Return the distinct pairs of a state and a state after a token."""
+        edges = [np.empty((2, 0), np.int32)]
+        for part in self._parts(states):
+            is_reached = np.zeros((len(part), len(self._steps)), np.bool_)
+            for _, after in self._trie.walk(self._steps, part):
+                is_reached[np.arange(len(part)), after] = True
+            sources, targets = is_reached.nonzero()
+            edges.append(np.array([part[sources], targets], np.int32))
+        sources, targets = np.concatenate(edges, axis=1)
+        return sources, targets
+
     def _add(self, rows: _Rows, states: Integers64) -> None:
-        """Compute the rows of states that have none."""
+        """Compute the masks of states that have none."""
         begin, end = rows.count, rows.count + len(states)
         if end > len(rows.words):
             most = min(len(self._steps), MAX_ROW_BYTES // self._row_bytes)
             self._grow(rows, max(end, min(2 * len(rows.words), most)))
-        stop = self._tokens.stop
-        for reached in self._trie.successors(self._steps, states):
-            part, states = states[: len(reached)], states[len(reached) :]
-            places = slice(begin, begin := begin + len(part))
-            successors = self._resolved[reached]
-            successors[:, stop] = np.where(self._accepting[part], FINISHED, DEAD)[:, None]
-            rows.words[places] = _packed(successors != DEAD)
-            successors[part == FINISHED] = FINISHED
-            rows.successors[places, :-1], rows.successors[places, -1] = successors, part
+        can_end = self._resolved != DEAD
+        for part in self._parts(states):
+            allowed = np.zeros((len(part), rows.words.shape[1] * 32), np.bool_)
+            for token_ids, after in self._trie.walk(self._steps, part):
+                allowed.T[token_ids] = can_end[after]
+            allowed.T[self._tokens.stop] = self._accepting[part]
+            allowed[part < LIVE] = False
+            bits = np.packbits(allowed, axis=1, bitorder="little")
+            rows.words[begin : begin + len(part)] = bits.view(np.int32)
+            begin += len(part)
         rows.masks = RowMasks.of_bits(
             rows.words[:end], self.vocab_size, np.arange(end), is_shared=True
         )
         rows.count = end
         # At last, because other threads read it without the lock.
-        rows.place_of[rows.successors[:end, -1]] = np.arange(end)
+        rows.place_of[states] = np.arange(end - len(states), end)
 
     def _grow(self, rows: _Rows, capacity: int) -> None:
-        """Make room for the rows of states; raise `MemoryError` if less memory is free."""
+        """Make room for the masks of states; raise `MemoryError` if less memory is free."""
         needed, free = capacity * self._row_bytes, free_memory_bytes()
         if needed > free:
             raise MemoryError(
@@ -251,16 +271,6 @@ class TokenTable:
                 f"tokens needs about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are "
                 f"free. Use a language of fewer states, or check the texts with `Python`"
             )
-        for name in ("successors", "words"):
-            before = getattr(rows, name)
-            after = np.empty((capacity, before.shape[1]), before.dtype)
-            after[: len(before)] = before
-            setattr(rows, name, after)
-
-
-def _packed(allowed: Flags) -> npt.NDArray[np.int32]:
-    """Return booleans of shape `(n, vocab_size)` as packed bits."""
-    count, size = allowed.shape
-    padded = np.zeros((count, -(-size // 32) * 32), np.bool_)
-    padded[:, :size] = allowed
-    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+        words = np.empty((capacity, rows.words.shape[1]), np.int32)
+        words[: len(rows.words)] = rows.words
+        rows.words = words

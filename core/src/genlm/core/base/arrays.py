@@ -65,10 +65,14 @@ def ranges(
         begins: First element of each range, shape `(n,)`, or one number for all ranges.
         counts: Shape `(n,)`.
     """
+    if not len(counts):
+        return np.empty(0, np.int64)
     ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    indices: npt.NDArray[np.int64]
-    indices = np.arange(total) + np.repeat(begins - ends + counts, counts)
+    offsets = begins - ends + counts
+    # Adjacent ranges are one.
+    first = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 1))
+    sizes = np.diff(ends[first[1:] - 1], prepend=0, append=ends[-1])
+    indices: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(offsets[first], sizes)
     return indices
 
 

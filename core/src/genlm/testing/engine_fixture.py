@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, Capability, Context, OutputCache, Population
+from genlm import AsyncLM, Capability, Context, OutputCache
 from genlm.plugin import describe_error
 from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.draw_oracle import DrawOracle
+from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
@@ -295,14 +296,13 @@ class EngineFixture(Fixture):
         row = self.run(context.next_token_logprobs())
         self.check_row(row, context.token_ids, adapter, **example)
 
-    def check_population(
-        self, population: Population, expected: Sequence[TokenTuple], /, **example: Any
-    ) -> None:
+    def check_members(self, members: ExpectedMembers, /, **example: Any) -> None:
         """Raise `CheckFailure` unless the members and their rows are the expected ones."""
-        members = [context.token_ids for context in population]
-        expect(members == list(expected), f"members {expected}", members, **example)
-        rows = self.run(population.next_token_logprobs())
-        self.check_rows(rows, expected, **example)
+        found = [context.token_ids for context in members.population]
+        expected = list(members.sequences)
+        expect(found == expected, f"members {expected}", found, **example)
+        rows = self.run(members.population.next_token_logprobs())
+        self.check_rows(rows, expected, members.adapter, **example)
 
     def check_logprobs(self, logprobs: Any, expected: Any, /, **example: Any) -> None:
         """Raise `CheckFailure` unless log-probabilities are those expected, up to rounding.

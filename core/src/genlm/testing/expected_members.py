@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from genlm import Population
 from genlm.testing.strategies import TokenTuple
@@ -27,13 +32,44 @@ class ExpectedMembers:
     adapter: str | None
     step: int = 0
 
+    @classmethod
+    def unfinished(
+        cls,
+        population: Population,
+        sequences: Sequence[TokenTuple],
+        adapter: str | None = None,
+    ) -> Self:
+        """The members of a new population."""
+        return cls(population, sequences, [False] * len(sequences), adapter)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ExpectedMembers]) -> Self:
+        """The members of several populations of one adapter."""
+        return cls(
+            Population.cat([part.population for part in parts]),
+            [token_ids for part in parts for token_ids in part.sequences],
+            [is_finished for part in parts for is_finished in part.finished],
+            parts[0].adapter,
+            max(part.step for part in parts),
+        )
+
     def extended(
-        self, population: Population, columns: Sequence[Sequence[int]]
+        self, token_ids: npt.ArrayLike | torch.Tensor, population: Population | None = None
     ) -> ExpectedMembers:
-        """Return these members after rows of tokens, of which -1 stands for no token."""
-        added = [tuple(token_id for token_id in row if token_id >= 0) for row in columns]
-        sequences = [a + b for a, b in zip(self.sequences, added, strict=True)]
-        step = self.step + len(columns[0])
+        """Return these members after tokens, of which -1 stands for no token.
+
+        Args:
+            token_ids: A token of each member, or a row of tokens of each.
+            population: The extended population; by default the result of `extend`.
+        """
+        rows = np.asarray(token_ids).reshape(len(self.sequences), -1).tolist()
+        sequences = [
+            (*sequence, *(token_id for token_id in row if token_id >= 0))
+            for sequence, row in zip(self.sequences, rows, strict=True)
+        ]
+        if population is None:
+            population = self.population.extend(token_ids)
+        step = self.step + len(rows[0])
         return replace(self, population=population, sequences=sequences, step=step)
 
     def truncated(self, lengths: Sequence[int]) -> ExpectedMembers:
@@ -48,7 +84,12 @@ class ExpectedMembers:
         population = self.population.truncate(lengths)
         return replace(self, population=population, sequences=sequences, finished=finished)
 
-    def of(self, indices: Sequence[int]) -> ExpectedMembers:
+    def finish(self, flags: npt.NDArray[np.bool_]) -> ExpectedMembers:
+        """Return these members after some of them were marked as finished."""
+        finished = (flags | self.finished).tolist()
+        return replace(self, population=self.population.finish(flags), finished=finished)
+
+    def of(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ExpectedMembers:
         """Return some of the members."""
         return replace(
             self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from genlm import AsyncLM, Capability, Context, Mask, Population
+from genlm import AsyncLM, Capability, Context, Mask
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import expect
 from genlm.testing.draw_oracle import DrawOracle, RandomSettings, random_settings
@@ -110,17 +110,14 @@ class PopulationProgram:
             members[::2] = contexts
             population = self.lm.population(members, lora_name=adapter)
         finished = self._generator.random(count) < 0.15
-        self._add(
-            ExpectedMembers(population.finish(finished), prompts, finished.tolist(), adapter)
-        )
+        self._add(ExpectedMembers.unfinished(population, prompts, adapter).finish(finished))
 
     async def extend(self) -> None:
         """Extend the members by up to three tokens."""
         members = self._members()
         ids = self._continuations(members, self._number(1, 4))
         is_single = ids.shape[1] == 1 and self._number(0, 2)
-        population = members.population.extend(ids[:, 0] if is_single else ids)
-        self._add(members.extended(population, ids.tolist()))
+        self._add(members.extended(ids[:, 0] if is_single else ids))
 
     async def resample(self) -> None:
         """Select members, with repetitions."""
@@ -143,24 +140,17 @@ class PopulationProgram:
             members.of(range(min(len(members.sequences), _MOST_MEMBERS // 2)))
             for members in (first, second)
         ]
-        self._add(
-            ExpectedMembers(
-                Population.cat([part.population for part in parts]),
-                [token_ids for part in parts for token_ids in part.sequences],
-                [is_finished for part in parts for is_finished in part.finished],
-                first.adapter,
-                max(first.step, second.step),
-            )
-        )
+        self._add(ExpectedMembers.joined(parts))
 
     async def finish(self) -> None:
         """Mark members as finished, or none."""
         members = self._members()
-        flags = self._generator.random(len(members.sequences)) < 0.3
-        population, finished = members.population.finish(flags), flags | members.finished
+        count = len(members.sequences)
+        members = members.finish(self._generator.random(count) < 0.3)
         if not self._number(0, 3):
-            population, finished = population.resume(), finished & False
-        self._add(replace(members, population=population, finished=finished.tolist()))
+            population = members.population.resume()
+            members = replace(members, population=population, finished=[False] * count)
+        self._add(members)
 
     async def clear_caches(self) -> None:
         """Free the engine's cached prefixes, if it has any, and drop the oldest population."""
@@ -221,9 +211,7 @@ class PopulationProgram:
     async def draw(self) -> None:
         """Draw a token of each member, and extend the members by the tokens."""
         members = self._members(with_room=1)
-        token_ids = await self._draw(members)
-        population = members.population.extend(token_ids)
-        self._add(members.extended(population, token_ids[:, None].tolist()))
+        self._add(members.extended(await self._draw(members)))
 
     async def draw_of_some(self) -> None:
         """Draw tokens of some members, while the others wait."""
@@ -232,8 +220,7 @@ class PopulationProgram:
         indices = sorted({*self._numbers(count, count)})
         token_ids = torch.full((count,), -1)
         token_ids[indices] = await self._draw(members.of(indices))
-        population = members.population.extend(token_ids)
-        self._add(members.extended(population, token_ids[:, None].tolist()))
+        self._add(members.extended(token_ids))
 
     async def draw_several(self) -> None:
         """Draw several tokens of each member without replacement."""
@@ -278,7 +265,7 @@ class PopulationProgram:
                 oracle.check(token_id, uniform, logprob, program=self.calls)
                 sequence += (token_id,)  # noqa: PLW2901
                 finished[member] = token_id in stop
-        extended = members.extended(sampled.population, sampled.token_ids.tolist())
+        extended = members.extended(sampled.token_ids, sampled.population)
         self._add(replace(extended, finished=finished))
 
     async def score(self) -> None:
@@ -301,8 +288,7 @@ class PopulationProgram:
                     oracle.check_logprob(token_id, logprob, program=self.calls)
                 sequence += (token_id,)  # noqa: PLW2901
         if self._number(0, 2):
-            population = members.population.extend(ids)
-            self._add(members.extended(population, ids.tolist()))
+            self._add(members.extended(ids))
 
     # -- arguments --------------------------------------------------------------------
 

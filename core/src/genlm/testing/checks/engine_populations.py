@@ -13,31 +13,33 @@ from genlm import AsyncLM, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
+from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.strategies import TokenTuple
 
 STEPS = 3
 
 
+def _copies(lm: AsyncLM, prompt: TokenTuple, count: int) -> ExpectedMembers:
+    """Create a population of copies of a prompt."""
+    return ExpectedMembers.unfinished(lm.population(prompt, count), [prompt] * count)
+
+
 def _resample_and_extend(
-    fixture: EngineFixture, population: Population, members: list[TokenTuple], seed: int
-) -> tuple[Population, list[TokenTuple]]:
+    fixture: EngineFixture, members: ExpectedMembers, seed: int
+) -> ExpectedMembers:
     """Resample the members and extend them by up to two tokens."""
-    generator = np.random.default_rng(seed)
-    indices = generator.integers(0, len(members), len(members))
-    fixture.saw("resampled", len(set(indices.tolist())) < len(members))
-    population, members = population[indices], [members[i] for i in indices]
+    generator, count = np.random.default_rng(seed), len(members.sequences)
+    indices = generator.integers(0, count, count)
+    fixture.saw("resampled", len(set(indices.tolist())) < count)
+    members = members.of(indices)
     width = int(generator.integers(1, 3))
-    ids = generator.choice(np.asarray(fixture.token_ids), (len(members), width))
-    for member, token_ids in enumerate(members):
+    ids = generator.choice(np.asarray(fixture.token_ids), (count, width))
+    for member, token_ids in enumerate(members.sequences):
         room = min(fixture.max_length - len(token_ids), int(generator.integers(0, width + 1)))
         ids[member, room:] = -1
     fixture.saw("several tokens", bool((ids >= 0).all(1).any()) and width > 1)
     fixture.saw("no token", bool((ids < 0).all(1).any()))
-    members = [
-        (*token_ids, *(new for new in added if new >= 0))
-        for token_ids, added in zip(members, ids.tolist(), strict=True)
-    ]
-    return population.extend(ids if width > 1 else ids[:, 0]), members
+    return members.extended(ids if width > 1 else ids[:, 0])
 
 
 def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: TokenTuple) -> None:
@@ -49,23 +51,15 @@ def _check_earlier_populations(fixture: EngineFixture, lm: AsyncLM, prompt: Toke
     """
     count = fixture.members
     ids = (list(fixture.token_ids) * count)[:count]
-    parent = lm.population(prompt, count).extend(ids)
-    members: list[TokenTuple] = [(*prompt, last) for last in ids]
-    first, second = (
-        (parent.extend(new), [(*m, last) for m, last in zip(members, new, strict=True)])
-        for new in (ids, ids[::-1])
-    )
-    for population, expected in ((parent, members), first, (parent, members), second, first):
-        fixture.check_population(population, expected, how="after other extensions")
-    (population, members), (other, other_members) = first, second
+    parent = _copies(lm, prompt, count).extended(ids)
+    first, second = parent.extended(ids), parent.extended(ids[::-1])
+    for members in (parent, first, parent, second, first):
+        fixture.check_members(members, how="after other extensions")
     lengths = [len(prompt) + member % 2 for member in range(count)]
-    joined = Population.cat([other, population.truncate(lengths).extend(ids)])
-    expected = [
-        (*token_ids[:length], last)
-        for token_ids, length, last in zip(members, lengths, ids, strict=True)
-    ]
-    fixture.check_population(joined, other_members + expected, how="joined")
-    longer = [(*token_ids, ids[0]) for token_ids in dict.fromkeys(members + other_members)]
+    joined = ExpectedMembers.joined([second, first.truncated(lengths).extended(ids)])
+    fixture.check_members(joined, how="joined")
+    distinct = dict.fromkeys([*first.sequences, *second.sequences])
+    longer = [(*token_ids, ids[0]) for token_ids in distinct]
     fixture.check_batch(lm, longer, how="single requests after a concatenation")
 
 
@@ -77,19 +71,13 @@ def _check_copies_of_few_members(
     Beside these, its members may be separate queries.
     """
     for others in ([], [prompt] * 2):
-        population, members = lm.population(prompt, 1), [prompt]
+        members = _copies(lm, prompt, 1)
         for size in (2, fixture.members, 2):
-            indices, ids = (
-                np.arange(size) % len(members),
-                (list(fixture.token_ids) * size)[:size],
-            )
-            members = [(*members[i], last) for i, last in zip(indices, ids, strict=True)]
-            population = population[indices].extend(ids)
+            copies = members.of(np.arange(size) % len(members.sequences))
+            members = copies.extended((list(fixture.token_ids) * size)[:size])
             if size == 2:
-                fixture.run(_together(population, lm, others))
-            fixture.check_population(
-                population, members, how=f"{size} members, {len(others)} other requests"
-            )
+                fixture.run(_together(members.population, lm, others))
+            fixture.check_members(members, how=f"{size} members, {len(others)} other requests")
 
 
 async def _together(population: Population, lm: AsyncLM, others: Sequence[TokenTuple]) -> None:
@@ -103,14 +91,12 @@ def populations_equal_lists(fixture: EngineFixture) -> None:
     lm = fixture.load(output_cache=OutputCache(0))
     prompt = fixture.some_sequences(1)[0][: max(1, fixture.max_length - 2 * STEPS)]
     for seed in range(4):  # with these seeds all cases occur
-        population, members = lm.population(prompt, fixture.members), [prompt] * fixture.members
+        members = _copies(lm, prompt, fixture.members)
         for step in range(STEPS):
-            population, members = _resample_and_extend(
-                fixture, population, members, seed + step
-            )
+            members = _resample_and_extend(fixture, members, seed + step)
             if (seed + step) % 3 == 0:  # the next extension then skips a computed step
                 continue
-            fixture.check_population(population, members, prompt=prompt, seed=seed, step=step)
+            fixture.check_members(members, prompt=prompt, seed=seed, step=step)
     _check_earlier_populations(fixture, lm, prompt)
     _check_copies_of_few_members(fixture, lm, prompt)
 
@@ -134,13 +120,14 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         seed = fixture.seed + number
         seeds = stream_seeds(seed, len(index))
         finished = np.arange(len(index)) == np.flatnonzero(index == 1)[0]
-        population = lm.population(prompt, len(index)).finish(finished)
+        members = _copies(lm, prompt, len(index)).finish(finished)
         for step in range(2):
             options: dict[str, Any] = {"mask_index": index, "temperature": temperatures}
+            population = members.population
             drawn = fixture.run(population.draw(masks, **options, seed=seed))
             scores = fixture.run(population.score(drawn.token_ids[:, None], masks, **options))
             for member in np.flatnonzero((index != 2) & ~finished).tolist():
-                context, token = population[member].token_ids, int(drawn.token_ids[member])
+                context, token = members.sequences[member], int(drawn.token_ids[member])
                 oracle = fixture.draw_oracle(
                     context, mask=masks[index[member]], temperature=temperatures[member]
                 )
@@ -154,7 +141,7 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
                 mass = 0.0 if finished[member] else -np.inf
                 columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
                 expect(columns == [-1, mass], f"token -1 and mass {mass}", columns)
-            population = population.extend(drawn.token_ids)
+            members = members.extended(drawn.token_ids)
         draws = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=number))
         differ = len(set(draws.token_ids.tolist())) > 1
         expect(differ, "different draws of 64 copies", draws.token_ids)
@@ -166,14 +153,13 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
     first, second, *others = fixture.some_sequences(5)
     ids = list(fixture.token_ids)[:3] * -(-fixture.members // 3)
-    lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
-    populations = [lm.population(token_ids, len(ids)).extend(ids) for token_ids in lists]
-    expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
-    requests: list[Any] = [population.next_token_logprobs() for population in populations]
+    prompts = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
+    populations = [_copies(lm, prompt, len(ids)).extended(ids) for prompt in prompts]
+    requests: list[Any] = [each.population.next_token_logprobs() for each in populations]
     requests += map(lm.next_token_logprobs, others)
     first_rows, second_rows, *rows = fixture.gather(requests)
-    fixture.check_rows(first_rows, expected[0], how="together")
-    fixture.check_rows(second_rows, expected[1], how="together")
+    fixture.check_rows(first_rows, populations[0].sequences, how="together")
+    fixture.check_rows(second_rows, populations[1].sequences, how="together")
     fixture.check_rows(rows, others, how="together")
 
     async def cancel_a_population() -> None:
@@ -189,9 +175,8 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
 
     fixture.run(cancel_a_population())
     last_ids = [ids[i % len(ids)] for i in range(40)]
-    population = lm.population(lists[0], len(last_ids)).extend(last_ids)
-    members = [(*lists[0], last) for last in last_ids]
-    fixture.check_population(population, members, how="after a cancelled population")
+    members = _copies(lm, prompts[0], len(last_ids)).extended(last_ids)
+    fixture.check_members(members, how="after a cancelled population")
     pending = lm.statistics().pending
     expect(pending == 0, "nothing pending", pending)
 
@@ -204,12 +189,9 @@ def check_populations_in_turns(
         token_ids[: max(1, fixture.max_length - 2 * STEPS)]
         for token_ids in fixture.some_sequences(3, salt=100 + salt)
     ]
-    populations = [
-        (lm.population(prompt, fixture.members), [prompt] * fixture.members)
-        for prompt in prompts
-    ]
+    populations = [_copies(lm, prompt, fixture.members) for prompt in prompts]
     for step in range(STEPS):
-        for number, (population, members) in enumerate(populations):
+        for number, members in enumerate(populations):
             seed = 1000 * salt + 10 * step + number
-            populations[number] = _resample_and_extend(fixture, population, members, seed)
-            fixture.check_population(*populations[number], seed=seed, **example)
+            populations[number] = _resample_and_extend(fixture, members, seed)
+            fixture.check_members(populations[number], seed=seed, **example)

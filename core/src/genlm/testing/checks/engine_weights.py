@@ -11,6 +11,7 @@ from genlm import AsyncLM, Capability
 from genlm.testing.check import Skipped, engine_check
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
+from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 
@@ -23,8 +24,8 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed(adapters=True)
     sequences = fixture.some_sequences(3)
     count, last = fixture.members, fixture.token_ids[0]
-    members = (sequences * count)[:count]
-    population = lm.population(members)
+    copies = (sequences * count)[:count]
+    members = ExpectedMembers.unfinished(lm.population(copies), copies)
     adapters = [None, *list(fixture.target.adapters)[:1]]
     contexts = [lm.context(sequences[0], lora_name=adapter) for adapter in adapters]
 
@@ -40,9 +41,8 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
                     fixture.check_request(
                         lm, token_ids, adapter, use_cache=use_cache, weights=weights
                     )
-        fixture.check_population(population, members, weights=weights)
-        extended = [(*ids, last) for ids in members]
-        fixture.check_population(population.extend([last] * count), extended, weights=weights)
+        fixture.check_members(members, weights=weights)
+        fixture.check_members(members.extended([last] * count), weights=weights)
         if Capability.PREFIX_CACHE in lm.capabilities:
             fixture.call(lm.pin_prefix, sequences[2])
         return fixture.expected(sequences[0])

@@ -1,13 +1,14 @@
 """`DrawOracle`: which tokens a draw from a row may return, and with which probabilities.
 
-`random_settings` chooses settings of draws from the members of a population.
+`random_settings` chooses settings of draws from the members of a population, and
+`settings_of_member` returns those of one member.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from genlm.testing.check import expect
 
 _LIMITS: tuple[Mapping[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2})
+_LIMIT_NAMES = {name for limit in _LIMITS for name in limit}
 
 
 class DrawOracle:
@@ -170,16 +172,9 @@ class DrawOracle:
         self._is_near = is_near
 
 
-class RandomSettings(NamedTuple):
-    """Settings of draws: the arguments, and those of the `DrawOracle` of each member."""
-
-    options: dict[str, Any]
-    of_members: list[dict[str, Any]]
-
-
 def random_settings(
     generator: np.random.Generator, count: int, size: int, *, has_limits: bool
-) -> RandomSettings:
+) -> dict[str, Any]:
     """Choose masks, temperatures, biases and limits of draws from a population.
 
     Args:
@@ -187,26 +182,40 @@ def random_settings(
         count: Number of members.
         size: Number of ids in the vocabulary.
         has_limits: Whether top-k, top-p and min-p are among the settings.
+
+    Returns:
+        Arguments of `Population.draw`.
     """
-    limits = _LIMITS[generator.integers(len(_LIMITS))] if has_limits else {}
-    options: dict[str, Any] = dict(limits)
-    of_members: list[dict[str, Any]] = [dict(limits) for _ in range(count)]
+    settings: dict[str, Any] = {}
+    if has_limits:
+        settings |= _LIMITS[generator.integers(len(_LIMITS))]
     if generator.integers(2):
         masks = generator.random((3, size)) < 0.5
         masks[0] = generator.integers(2)  # all tokens, or none
         index = generator.integers(0, 3, count)
-        options |= {"masks": masks, "mask_index": index}
-        if generator.integers(2):
-            options = {**limits, "masks": masks[index]}
-        for settings, mask in zip(of_members, masks[index], strict=True):
-            settings["mask"] = mask
+        one_each = {"masks": masks[index]}
+        settings |= one_each if generator.integers(2) else {"masks": masks, "mask_index": index}
     if generator.integers(2):
-        options["temperature"] = generator.uniform(0.5, 2.0, count)
-        for settings, temperature in zip(of_members, options["temperature"], strict=True):
-            settings["temperature"] = float(temperature)
+        settings["temperature"] = generator.uniform(0.5, 2.0, count)
     if not generator.integers(3):
-        options["bias"] = generator.normal(size=(count, size))
-        options["bias"][:, ::5] = -np.inf
-        for settings, bias in zip(of_members, options["bias"], strict=True):
-            settings["bias"] = bias
-    return RandomSettings(options, of_members)
+        settings["bias"] = generator.normal(size=(count, size))
+        settings["bias"][:, ::5] = -np.inf
+    return settings
+
+
+def settings_of_member(settings: Mapping[str, Any], member: int) -> dict[str, Any]:
+    """Return the settings of the `DrawOracle` of a member of a population.
+
+    Args:
+        settings: Arguments of `Population.draw`: arrays with an entry for each member, except
+            for limits and for masks with a `mask_index`.
+        member: The member.
+    """
+    of_member = {name: value for name, value in settings.items() if name in _LIMIT_NAMES}
+    if "masks" in settings:
+        index = settings.get("mask_index")
+        of_member["mask"] = settings["masks"][member if index is None else index[member]]
+    for name in ("temperature", "bias"):
+        if name in settings:
+            of_member[name] = settings[name][member]
+    return of_member

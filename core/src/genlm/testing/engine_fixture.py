@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hypothesis
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM, Capability, Context, OutputCache
-from genlm.plugin import describe_error
+from genlm import AsyncLM, Capability, Context, DrawnTokens, OutputCache
+from genlm.plugin import describe_error, stream_seeds, stream_uniform
 from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.diagnosis import diagnose_row
-from genlm.testing.draw_oracle import DrawOracle
+from genlm.testing.draw_oracle import DrawOracle, settings_of_member
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
@@ -330,6 +331,44 @@ class EngineFixture(Fixture):
         """Return the oracle of a draw after a sequence; for the settings see `DrawOracle`."""
         row, error = self.expected(token_ids, adapter), self.target.largest_error
         return DrawOracle(row, error, **settings)
+
+    def check_draws(
+        self,
+        members: ExpectedMembers,
+        settings: Mapping[str, Any],
+        seed: int,
+        drawn: DrawnTokens,
+        logprobs: torch.Tensor,
+        /,
+        **example: Any,
+    ) -> None:
+        """Raise `CheckFailure` unless the seed draws the token of each member.
+
+        Args:
+            members: The members before the draw.
+            settings: The settings of the draw, as arguments of `Population.draw`.
+            seed: The seed of the draw.
+            drawn: The tokens.
+            logprobs: Log-probabilities of the tokens with the same settings, shape `(n,)`.
+            **example: Reported with the failure.
+        """
+        seeds = stream_seeds(seed, len(members.sequences))
+        for member, token_ids in enumerate(members.sequences):
+            of_member = settings_of_member(settings, member)
+            oracle = self.draw_oracle(token_ids, members.adapter, **of_member)
+            found = [float(column[member]) for column in drawn]
+            is_finished = members.finished[member]
+            if is_finished or oracle.is_impossible:
+                logprob = 0.0 if is_finished else -math.inf
+                no_token = [-1, logprob, logprob, 0.0]
+                expect(found == no_token, str(no_token), found, member=member, **example)
+                continue
+            token_id = int(found[0])
+            expected = self.expected(token_ids, members.adapter)[token_id], oracle.log_mass
+            self.check_logprobs(found[1:3], expected, member=member, **example)
+            uniform = stream_uniform(seeds[member], members.step)
+            for draw_logprob in (found[3], float(logprobs[member])):
+                oracle.check(token_id, uniform, draw_logprob, member=member, **example)
 
     def _single_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         row = self._reference_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)

@@ -13,7 +13,7 @@ import torch
 from genlm import AsyncLM, Capability, Context, Mask
 from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import expect
-from genlm.testing.draw_oracle import DrawOracle, RandomSettings, random_settings
+from genlm.testing.draw_oracle import DrawOracle, random_settings, settings_of_member
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.strategies import TokenTuple
 
@@ -227,7 +227,7 @@ class PopulationProgram:
         members, seed = self._some(self._members()), self._number(0, 2**32)
         settings = self._settings(members, has_limits=False)
         drawn = await members.population.draw_without_replacement(
-            min(3, self.lm.vocab_size), **settings.options, seed=seed
+            min(3, self.lm.vocab_size), **settings, seed=seed
         )
         seeds = stream_seeds(seed, len(members.sequences))
         for member, sequence in enumerate(members.sequences):
@@ -248,9 +248,7 @@ class PopulationProgram:
         members, seed = self._members(with_room=3), self._number(0, 2**32)
         settings, count = self._settings(members), len(members.sequences)
         limits, stop = self._numbers(4, count), self._tokens(2)
-        sampled = await members.population.sample(
-            limits, stop=stop, **settings.options, seed=seed
-        )
+        sampled = await members.population.sample(limits, stop=stop, **settings, seed=seed)
         seeds, finished = stream_seeds(seed, count), list(members.finished)
         for member, sequence in enumerate(members.sequences):
             for place, token_id in enumerate(sampled.token_ids[member].tolist()):
@@ -273,7 +271,7 @@ class PopulationProgram:
         members = self._members(with_room=3)
         ids, settings = self._continuations(members, 3), self._settings(members)
         scores = await members.population.score(ids)
-        scores_of_draws = await members.population.score(ids, **settings.options)
+        scores_of_draws = await members.population.score(ids, **settings)
         for member, sequence in enumerate(members.sequences):
             for place, token_id in enumerate(ids[member].tolist()):
                 if token_id < 0:
@@ -328,7 +326,7 @@ class PopulationProgram:
         ids[np.arange(width) >= counts[:, None]] = -1
         return ids
 
-    def _settings(self, members: ExpectedMembers, *, has_limits: bool = True) -> RandomSettings:
+    def _settings(self, members: ExpectedMembers, *, has_limits: bool = True) -> dict[str, Any]:
         count, size = len(members.sequences), self.lm.vocab_size
         return random_settings(self._generator, count, size, has_limits=has_limits)
 
@@ -337,24 +335,9 @@ class PopulationProgram:
     async def _draw(self, members: ExpectedMembers) -> torch.Tensor:
         """Draw a token of each member, and check all columns of the draws."""
         seed, settings = self._number(0, 2**32), self._settings(members)
-        drawn = await members.population.draw(**settings.options, seed=seed)
-        logprobs = await members.population.token_logprobs(drawn.token_ids, **settings.options)
-        seeds = stream_seeds(seed, len(members.sequences))
-        for member, sequence in enumerate(members.sequences):
-            oracle = self._oracle(members, settings, member, sequence)
-            token_id = int(drawn.token_ids[member])
-            is_finished = members.finished[member]
-            if is_finished or oracle.is_impossible:
-                logprob = 0.0 if is_finished else -np.inf
-                found = [token_id, *(float(column[member]) for column in drawn[1:])]
-                self._expect(found, [-1, logprob, logprob, 0.0])
-                continue
-            row = self.fixture.expected(sequence, members.adapter)
-            expected = row[token_id], oracle.log_mass
-            self._check([drawn.logprobs[member], drawn.log_mass[member]], expected)
-            uniform = stream_uniform(seeds[member], members.step)
-            for logprob in (float(drawn.draw_logprob[member]), float(logprobs[member])):
-                oracle.check(token_id, uniform, logprob, program=self.calls)
+        drawn = await members.population.draw(**settings, seed=seed)
+        logprobs = await members.population.token_logprobs(drawn.token_ids, **settings)
+        self.fixture.check_draws(members, settings, seed, drawn, logprobs, program=self.calls)
         return drawn.token_ids
 
     def _add(self, members: ExpectedMembers) -> None:
@@ -371,12 +354,12 @@ class PopulationProgram:
     def _oracle(
         self,
         members: ExpectedMembers,
-        settings: RandomSettings,
+        settings: dict[str, Any],
         member: int,
         sequence: TokenTuple,
     ) -> DrawOracle:
         """Return the oracle of a draw of a member after a sequence."""
-        of_member = settings.of_members[member]
+        of_member = settings_of_member(settings, member)
         return self.fixture.draw_oracle(sequence, members.adapter, **of_member)
 
     def _expect(self, found: Any, expected: Any) -> None:

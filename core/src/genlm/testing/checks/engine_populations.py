@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from genlm import AsyncLM, OutputCache, Population
-from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.expected_members import ExpectedMembers
@@ -116,31 +115,16 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
         masks[0, generator.choice(ids, 8)] = True
         masks[1, ids] = True
         index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1] * 2)
-        temperatures = generator.uniform(0.5, 2, len(index))
         seed = fixture.seed + number
-        seeds = stream_seeds(seed, len(index))
         finished = np.arange(len(index)) == np.flatnonzero(index == 1)[0]
         members = _copies(lm, prompt, len(index)).finish(finished)
-        for step in range(2):
-            options: dict[str, Any] = {"mask_index": index, "temperature": temperatures}
-            population = members.population
-            drawn = fixture.run(population.draw(masks, **options, seed=seed))
-            scores = fixture.run(population.score(drawn.token_ids[:, None], masks, **options))
-            for member in np.flatnonzero((index != 2) & ~finished).tolist():
-                context, token = members.sequences[member], int(drawn.token_ids[member])
-                oracle = fixture.draw_oracle(
-                    context, mask=masks[index[member]], temperature=temperatures[member]
-                )
-                found = [drawn.logprobs[member], drawn.log_mass[member]]
-                expected = fixture.expected(context)[token], oracle.log_mass
-                fixture.check_logprobs(found, expected, member=member)
-                uniform = stream_uniform(seeds[member], step)
-                for logprob in (drawn.draw_logprob[member], scores[member, 0]):
-                    oracle.check(token, uniform, float(logprob), member=member)
-            for member in np.flatnonzero((index == 2) | finished).tolist():
-                mass = 0.0 if finished[member] else -np.inf
-                columns = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
-                expect(columns == [-1, mass], f"token -1 and mass {mass}", columns)
+        settings: dict[str, Any] = {"masks": masks, "mask_index": index}
+        settings["temperature"] = generator.uniform(0.5, 2, len(index))
+        for _ in range(2):
+            drawn = fixture.run(members.population.draw(**settings, seed=seed))
+            columns = drawn.token_ids[:, None]
+            scores = fixture.run(members.population.score(columns, **settings))
+            fixture.check_draws(members, settings, seed, drawn, scores[:, 0])
             members = members.extended(drawn.token_ids)
         draws = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=number))
         differ = len(set(draws.token_ids.tolist())) > 1

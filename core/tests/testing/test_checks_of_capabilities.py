@@ -100,6 +100,17 @@ def test_declared_adapters_that_the_target_does_not_bring_fail(run_check: RunChe
     assert (outcome.status, outcome.found) == ("failed", "1")
 
 
+def test_new_weights_are_checked_without_adapters_if_the_engine_has_none(
+    run_check: RunCheck,
+) -> None:
+    class OnlyWeights(AbleEngine):
+        capabilities = frozenset({Capability.WEIGHTS})
+
+    target = dataclasses.replace(able_target(), build=OnlyWeights)
+    outcome = run_check("new-weights-are-used", target)
+    assert outcome.status == "passed", outcome
+
+
 def test_a_model_without_an_oracle_and_adapters_has_their_checks_skipped(
     run_check: RunCheck,
 ) -> None:

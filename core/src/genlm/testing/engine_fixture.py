@@ -94,13 +94,13 @@ class EngineFixture(Fixture):
         """Load the target's model; it is closed with the fixture.
 
         Args:
-            adapters: Whether to load the target's adapters too.
+            adapters: Whether to load `adapters` too.
             **options: Options of `EngineTarget.load`.
         """
         lm = self.call(lambda: self.target.load(**options))
         self._resources.callback(self.call, lm.close)
         if adapters:
-            for name, path in self.target.adapters.items():
+            for name, path in self.adapters.items():
                 self.call(lm.load_lora, path, name)
         return lm
 
@@ -115,6 +115,11 @@ class EngineFixture(Fixture):
     def lm(self) -> AsyncLM:
         """The model with default options, loaded on first use."""
         return self.load()
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folder of each of the target's adapters, by name, if the engine declares adapters."""
+        return self.target.adapters if Capability.LORA in self.lm.capabilities else {}
 
     # -- sequences and their expected rows --------------------------------------------
 
@@ -166,7 +171,7 @@ class EngineFixture(Fixture):
 
     def adapter_names(self) -> list[str]:
         """Names of the target's adapters; raises `CheckFailure` if there are fewer than two."""
-        names = list(self.target.adapters)
+        names = list(self.adapters)
         expect(
             len(names) >= 2,
             "a target of an engine with 'lora' to have at least two adapters",
@@ -377,5 +382,4 @@ class EngineFixture(Fixture):
     @functools.cached_property
     def _reference_lm(self) -> AsyncLM:
         """The same model, evaluated one row at a time: the reference if there is no oracle."""
-        has_adapters = Capability.LORA in self.lm.capabilities
-        return self.load(adapters=has_adapters, output_cache=OutputCache(0))
+        return self.load(adapters=True, output_cache=OutputCache(0))

@@ -42,8 +42,7 @@ OTHER_CALLS = ("prefix_cache", "switch_adapter", "mixed_batch")
 @engine_check()
 def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     """Every row is right in any program of requests, cancellations and cleared caches."""
-    lora = Capability.LORA in fixture.lm.capabilities
-    model = fixture.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
+    model = fixture.load(adapters=True, output_cache=OutputCache(CACHE_SIZE))
     for name in CALLS:
         fixture.saw(name, False)
 
@@ -76,11 +75,10 @@ def random_populations_agree_with_the_oracle(fixture: EngineFixture) -> None:
     """Every result is right in any two concurrent programs of populations."""
     if fixture.max_length < LEAST_LENGTH:
         raise NotApplicable(f"sequences have fewer than {LEAST_LENGTH} tokens")
-    lora = Capability.LORA in fixture.lm.capabilities
-    adapters = [None, *(fixture.target.adapters if lora else ())]
+    adapters = [None, *fixture.adapters]
     variants = [{}] if fixture.target.shared else [{}, *fixture.target.tight_options]
     models = [
-        fixture.load(adapters=lora, engine_options=options, output_cache=OutputCache(0))
+        fixture.load(adapters=True, engine_options=options, output_cache=OutputCache(0))
         for options in variants
     ]
 
@@ -129,8 +127,7 @@ class Program:
         self.calls: list[str] = []
         self._fixture = fixture
         self._lm = lm
-        lora = Capability.LORA in lm.capabilities
-        self._adapters = [None, *(fixture.target.adapters if lora else ())]
+        self._adapters = [None, *fixture.adapters]
         self._adapter: str | None = None
         self._contexts: list[Context] = []
 

@@ -26,7 +26,7 @@ def new_weights_are_used(fixture: EngineFixture) -> None:
     count, last = fixture.members, fixture.token_ids[0]
     copies = (sequences * count)[:count]
     members = ExpectedMembers.unfinished(lm.population(copies), copies)
-    adapters = [None, *list(fixture.target.adapters)[:1]]
+    adapters = [None, *list(fixture.adapters)[:1]]
     contexts = [lm.context(sequences[0], lora_name=adapter) for adapter in adapters]
 
     def check(weights: int) -> torch.Tensor:

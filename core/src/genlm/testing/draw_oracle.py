@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ _LIMITS: tuple[Mapping[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.6}, {"mi
 _LIMIT_NAMES = {name for limit in _LIMITS for name in limit}
 
 
+@dataclass(frozen=True, eq=False)
 class DrawOracle:
     """Checks draws from a row with given settings, up to rounding.
 
@@ -26,45 +29,46 @@ class DrawOracle:
     off by at most e / 2t: a logit moves by at most 2e / t, and the slope of the logistic
     function is at most a quarter.
 
-    Args:
-        row: Log-probabilities, float64.
+    Attributes:
+        row: The model's log-probabilities, float64.
         error: Maximum error of a log-probability.
         mask: The allowed tokens: ids, or a flag for each id; None for all.
         bias: Addend of the log-probabilities, an array of the same shape; None for 0.
         temperature: Temperature; at 0, only a most likely token may be drawn.
-        top_k: As `Population.draw`, and so are the further arguments.
+        top_k: Limit of the draw, as in `Population.draw`; also `top_p` and `min_p`.
         top_p: Limit of the draw.
         min_p: Limit of the draw.
-
-    Attributes:
-        log_mass: Log-mass of the allowed tokens.
-        is_impossible: Whether no token may be drawn.
+        drawn: Tokens that were drawn before and are not replaced.
     """
 
-    def __init__(
-        self,
-        row: torch.Tensor,
-        error: float,
-        *,
-        mask: Any = None,
-        bias: Any = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> None:
-        self._error, self._temperature = error, temperature
-        self._limits = top_k, top_p, min_p
-        logprobs = row if bias is None else row + torch.as_tensor(bias).to(row)
-        if mask is not None:
+    row: torch.Tensor
+    error: float
+    mask: Any = None
+    bias: Any = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    drawn: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def _logprobs(self) -> torch.Tensor:
+        """Log-probabilities, with the bias, of the tokens that may be drawn; else `-inf`."""
+        logprobs = self.row
+        if self.bias is not None:
+            logprobs = logprobs + torch.as_tensor(self.bias).to(logprobs)
+        if self.mask is not None:
             allowed = torch.full_like(logprobs, -math.inf)
-            allowed_ids = torch.as_tensor(mask)
+            allowed_ids = torch.as_tensor(self.mask)
             allowed[allowed_ids] = logprobs[allowed_ids]
             logprobs = allowed
-        self._logprobs = logprobs
-        is_normalised = mask is None and bias is None
-        self.log_mass = 0.0 if is_normalised else float(logprobs.logsumexp(0))
-        self._limit()
+        return logprobs.index_fill(0, torch.tensor(self.drawn, dtype=torch.long), -math.inf)
+
+    @property
+    def log_mass(self) -> float:
+        """Log-mass of the tokens that may be drawn."""
+        is_row = self.mask is None and self.bias is None and not self.drawn
+        return 0.0 if is_row else float(self._logprobs.logsumexp(0))
 
     @property
     def is_impossible(self) -> bool:
@@ -73,17 +77,7 @@ class DrawOracle:
 
     def without(self, token_id: int) -> DrawOracle:
         """Return the oracle of a draw from the other tokens."""
-        others = self._logprobs.clone()
-        others[token_id] = -math.inf
-        top_k, top_p, min_p = self._limits
-        return DrawOracle(
-            others,
-            self._error,
-            temperature=self._temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        return replace(self, drawn=(*self.drawn, token_id))
 
     def check(
         self,
@@ -102,15 +96,16 @@ class DrawOracle:
             draw_logprob: Log-probability with which the token was drawn; None is not checked.
             **example: Reported with the failure.
         """
-        limited, temperature = self._limited, self._temperature
+        limited, is_near = self._limited
+        temperature = self.temperature
         may_be_drawn = 0 <= token_id < len(limited) and bool(limited[token_id] > -math.inf)
         expect(may_be_drawn, "a token that may be drawn", token_id, **example)
-        if self._is_near:  # rounding decides which tokens are within the limits
+        if is_near:  # rounding decides which tokens are within the limits
             return
         if temperature == 0:
             gap = float(limited.max() - limited[token_id])
             expect(
-                gap <= 2 * self._error,  # either of two tokens within the tolerance
+                gap <= 2 * self.error,  # either of two tokens within the tolerance
                 f"the most likely token, {int(limited.argmax())}",
                 f"{token_id}, less likely by {gap:.3g} nats",
                 **example,
@@ -134,9 +129,10 @@ class DrawOracle:
 
         Nothing is checked at temperature 0, or if rounding decides about the limits.
         """
-        if self._is_near or self._temperature == 0:
+        limited, is_near = self._limited
+        if is_near or self.temperature == 0:
             return
-        expected = float((self._limited / self._temperature).softmax(-1)[token_id])
+        expected = float((limited / self.temperature).softmax(-1)[token_id])
         found = math.exp(draw_logprob)
         expect(
             abs(found - expected) <= self._slack,
@@ -148,28 +144,28 @@ class DrawOracle:
     @property
     def _slack(self) -> float:
         """Maximum error of a probability."""
-        return self._error / (2 * self._temperature) + 1e-6
+        return self.error / (2 * self.temperature) + 1e-6
 
-    def _limit(self) -> None:
-        """Determine the tokens within the limits, and whether rounding may change them."""
-        top_k, top_p, min_p = self._limits
+    @functools.cached_property
+    def _limited(self) -> tuple[torch.Tensor, bool]:
+        """Log-probabilities within the limits, and whether rounding may change these tokens."""
         ordered, ids = self._logprobs.sort(descending=True, stable=True)
-        gap, temperature = 2 * self._error, self._temperature
-        count, is_near = top_k or len(ids), False
-        if top_p is not None:
+        gap, temperature = 2 * self.error, self.temperature
+        count, is_near = self.top_k or len(ids), False
+        if self.top_p is not None:
             share = (ordered / temperature).softmax(-1).cumsum(-1)
-            count = int((share < top_p).sum()) + 1
-            is_near = bool(((share - top_p).abs() < gap / temperature).any())
-        if min_p is not None:
-            least = ordered[0] + temperature * math.log(min_p)
+            count = int((share < self.top_p).sum()) + 1
+            is_near = bool(((share - self.top_p).abs() < gap / temperature).any())
+        if self.min_p is not None:
+            least = ordered[0] + temperature * math.log(self.min_p)
             count = int((ordered > least - gap).sum())
             is_near = bool(((ordered - least).abs() < gap).any())
         if count < len(ids):
             is_near = is_near or bool(ordered[count - 1] - ordered[count] < gap)
         top_ids = ids[: count + 1] if is_near else ids[:count]
-        self._limited = torch.full_like(self._logprobs, -math.inf)
-        self._limited[top_ids] = self._logprobs[top_ids]
-        self._is_near = is_near
+        limited = torch.full_like(self._logprobs, -math.inf)
+        limited[top_ids] = self._logprobs[top_ids]
+        return limited, is_near
 
 
 def random_settings(

@@ -369,7 +369,7 @@ class EngineFixture(Fixture):
                 expect(found == no_token, str(no_token), found, member=member, **example)
                 continue
             token_id = int(found[0])
-            expected = self.expected(token_ids, members.adapter)[token_id], oracle.log_mass
+            expected = oracle.row[token_id], oracle.log_mass
             self.check_logprobs(found[1:3], expected, member=member, **example)
             uniform = stream_uniform(seeds[member], members.step)
             for draw_logprob in (found[3], float(logprobs[member])):

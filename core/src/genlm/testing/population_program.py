@@ -232,13 +232,12 @@ class PopulationProgram:
         seeds = stream_seeds(seed, len(members.sequences))
         for member, sequence in enumerate(members.sequences):
             oracle = self._oracle(members, settings, member, sequence)
-            row = self.fixture.expected(sequence, members.adapter)
             uniform: float | None = stream_uniform(seeds[member], members.step)
             for place, token_id in enumerate(drawn.token_ids[member].tolist()):
                 if members.finished[member] or oracle.is_impossible:
                     self._expect(token_id, -1)
                     continue
-                self._check(drawn.logprobs[member, place], row[token_id])
+                self._check(drawn.logprobs[member, place], oracle.row[token_id])
                 logprob = float(drawn.draw_logprob[member, place])
                 oracle.check(token_id, uniform, logprob, program=self.calls)
                 oracle, uniform = oracle.without(token_id), None
@@ -256,8 +255,7 @@ class PopulationProgram:
                 if finished[member] or place >= limits[member] or oracle.is_impossible:
                     self._expect(token_id, -1)
                     continue
-                row = self.fixture.expected(sequence, members.adapter)
-                self._check(sampled.logprobs[member, place], row[token_id])
+                self._check(sampled.logprobs[member, place], oracle.row[token_id])
                 uniform = stream_uniform(seeds[member], members.step + place)
                 logprob = float(sampled.draw_logprob[member, place])
                 oracle.check(token_id, uniform, logprob, program=self.calls)
@@ -278,9 +276,8 @@ class PopulationProgram:
                     self._expect(float(scores[member, place]), 0.0)
                     self._expect(float(scores_of_draws[member, place]), 0.0)
                     continue
-                row = self.fixture.expected(sequence, members.adapter)
-                self._check(scores[member, place], row[token_id])
                 oracle = self._oracle(members, settings, member, sequence)
+                self._check(scores[member, place], oracle.row[token_id])
                 if not oracle.is_impossible:
                     logprob = float(scores_of_draws[member, place])
                     oracle.check_logprob(token_id, logprob, program=self.calls)

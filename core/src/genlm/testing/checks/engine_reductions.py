@@ -166,7 +166,7 @@ def _check_drawn(
     """Raise `CheckFailure` unless the seed draws the token, up to rounding."""
     oracle = fixture.draw_oracle(context, **settings)
     example = {"how": how, **settings, "bias": settings.get("bias") is not None}
-    expected = fixture.expected(context)[drawn.token_id], oracle.log_mass
+    expected = oracle.row[drawn.token_id], oracle.log_mass
     found = [drawn.logprob, drawn.log_mass]
     fixture.check_logprobs(found, expected, drawn=drawn, **example)
     uniform = stream_uniform(seed, len(context))

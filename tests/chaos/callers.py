@@ -25,7 +25,7 @@ from genlm import (
     QueryResetError,
 )
 from genlm.testing.check import CheckFailure, expect
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 from .barrier import CallerBarrier
 from .comparison import Comparison, answered

@@ -17,7 +17,7 @@ from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import largest_difference
 from genlm.testing.draw_oracle import DrawOracle
 from genlm.testing.engine_fixture import describe_difference
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 from .plan import Ask
 

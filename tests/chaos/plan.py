@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from genlm.testing.strategies import TokenTuple, near_misses
+from genlm.testing.strategies import near_misses
+from genlm.testing.target import TokenTuple
 
 AskKind = Literal["row", "uncached", "batch", "population", "sync", "sample", "wrong"]
 Ending = Literal["answer", "cancel", "time out", "leave"]

@@ -28,7 +28,8 @@ from genlm.core.model.lm import load_model
 from genlm.core.plugins.lookup import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
 from genlm.engines.model_facts import ModelFacts
-from genlm.testing.comparison import TokenIds, contexts_of, request_rows
+from genlm.testing.comparison import contexts_of, request_rows
+from genlm.testing.target import TokenTuple
 
 if TYPE_CHECKING:
     from genlm.core.model.lm import AsyncLM
@@ -62,7 +63,7 @@ class Request:
     longest: int | None = None
     texts: Sequence[str] | None = None
     ids: Sequence[Sequence[int]] | None = None
-    contexts: Mapping[TokenIds, str] | None = None
+    contexts: Mapping[TokenTuple, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class EngineRows:
         figures: Memory, speed and sizes.
     """
 
-    contexts: Mapping[TokenIds, str]
+    contexts: Mapping[TokenTuple, str]
     about: Mapping[str, Any]
-    ids: Sequence[TokenIds]
+    ids: Sequence[TokenTuple]
     rows: np.ndarray[Any, Any]
     figures: Mapping[str, Any]
 
@@ -183,7 +184,7 @@ def _fits(llm: AsyncLM, ids: Sequence[int]) -> bool:
 # -- contexts -------------------------------------------------------------------------------
 
 
-def _contexts(llm: AsyncLM, request: Request) -> tuple[dict[TokenIds, str], dict[str, Any]]:
+def _contexts(llm: AsyncLM, request: Request) -> tuple[dict[TokenTuple, str], dict[str, Any]]:
     """Return contexts with their kinds, and the mapping `EngineRows.about`."""
     facts = _facts(llm, request.model)
     limits = limits_of(facts)

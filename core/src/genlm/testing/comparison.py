@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from genlm.plugin import draw_tokens, stream_uniform
+from genlm.testing.target import TokenTuple
 
 if TYPE_CHECKING:
     from genlm import AsyncLM
 
-TokenIds = tuple[int, ...]
-RowsByRequest = Sequence[tuple[TokenIds, torch.Tensor]]
+RowsByRequest = Sequence[tuple[TokenTuple, torch.Tensor]]
 """Token ids and the row that an engine returned for them, in the order of the requests."""
 
 _SHORT_LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55)
@@ -41,7 +41,7 @@ def contexts_of(
     sequences: Iterable[Sequence[int]],
     limits: Mapping[str, int],
     longest: int,
-) -> dict[TokenIds, str]:
+) -> dict[TokenTuple, str]:
     """List the contexts on which engines are compared.
 
     Args:
@@ -60,7 +60,7 @@ def contexts_of(
     if not base:
         raise ValueError("the texts have no tokens; pass some text")
     repeated = (list(base) * (longest // len(base) + 1))[:longest]
-    contexts: dict[TokenIds, str] = {}
+    contexts: dict[TokenTuple, str] = {}
     for kind, ids in _contexts(repeated, sequences, limits):
         if 0 < len(ids) <= longest:
             contexts.setdefault(tuple(ids), kind)
@@ -85,8 +85,8 @@ def _contexts(
 
 
 async def request_rows(
-    llm: AsyncLM, sequences: Sequence[TokenIds], *, cached: bool = False
-) -> list[tuple[TokenIds, torch.Tensor]]:
+    llm: AsyncLM, sequences: Sequence[TokenTuple], *, cached: bool = False
+) -> list[tuple[TokenTuple, torch.Tensor]]:
     """Request the rows of all sequences concurrently.
 
     Args:
@@ -130,9 +130,9 @@ class Differences:
 
 def differences(
     answers: RowsByRequest,
-    expected: Callable[[TokenIds], torch.Tensor],
+    expected: Callable[[TokenTuple], torch.Tensor],
     *,
-    kinds: Mapping[TokenIds, str] | None = None,
+    kinds: Mapping[TokenTuple, str] | None = None,
     seed: int = 0,
 ) -> Differences:
     """Compare an engine's rows with the expected ones.
@@ -152,7 +152,7 @@ def differences(
     greedy: list[bool] = []
     draws: list[bool] = []
     repeats: list[float] = []
-    first_rows: dict[TokenIds, torch.Tensor] = {}
+    first_rows: dict[TokenTuple, torch.Tensor] = {}
     for start in range(0, len(answers), _ROWS_AT_ONCE):
         part = answers[start : start + _ROWS_AT_ONCE]
         for ids, row in part:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from genlm import get_backend, get_trie
-from genlm.testing.target import EngineTarget, TrieTarget
+from genlm.testing.target import EngineTarget, Oracle, TokenTuple, TrieTarget
 
 ORDER = 6
 ALPHABET = (0, 97, 98, 256)
@@ -70,15 +70,13 @@ def _write_adapter(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-def _exact_oracle(
-    build: Callable[[], Any], adapters: dict[str, str]
-) -> Callable[[tuple[int, ...], str | None], Any]:
+def _exact_oracle(build: Callable[[], Any], adapters: dict[str, str]) -> Oracle:
     engine = build()
     for name, path in adapters.items():
         engine.add_adapter(name, path)
 
     @functools.cache
-    def row(history: tuple[int, ...], adapter: str | None) -> Any:
+    def row(history: TokenTuple, adapter: str | None) -> Any:
         return np.log(engine.exact_row(history, adapter))
 
     # An n-gram model ignores older tokens, by definition.

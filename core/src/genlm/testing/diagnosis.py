@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from genlm.testing.comparison import largest_difference
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 
 def diagnose_row(

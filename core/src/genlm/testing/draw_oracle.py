@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from genlm.testing.check import expect
+from genlm.testing.target import TokenTuple
 
 _LIMITS: tuple[Mapping[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2})
 _LIMIT_NAMES = {name for limit in _LIMITS for name in limit}
@@ -49,7 +50,7 @@ class DrawOracle:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    drawn: tuple[int, ...] = ()
+    drawn: TokenTuple = ()
 
     @functools.cached_property
     def _logprobs(self) -> torch.Tensor:

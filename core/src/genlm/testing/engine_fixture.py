@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import hypothesis
@@ -21,8 +21,7 @@ from genlm.testing.draw_oracle import DrawOracle, settings_of_member
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
-from genlm.testing.strategies import TokenTuple
-from genlm.testing.target import EngineTarget
+from genlm.testing.target import EngineTarget, Oracle, TokenTuple
 
 T = TypeVar("T")
 
@@ -51,9 +50,7 @@ def describe_difference(row: Any, expected: torch.Tensor, index: str = "id") -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def _oracle_row(
-    oracle: Callable[[TokenTuple, str | None], Any], token_ids: TokenTuple, adapter: str | None
-) -> torch.Tensor:
+def _oracle_row(oracle: Oracle, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
     """Compute an oracle's row, once for all checks and targets that use the oracle."""
     row = oracle(token_ids, adapter)
     try:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from genlm import Population
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from genlm import AsyncLM, Capability, ModelLoadError
 from genlm.plugin import describe_error
-from genlm.testing.comparison import TokenIds, contexts_of, differences, request_rows
+from genlm.testing.comparison import RowsByRequest, contexts_of, differences, request_rows
+from genlm.testing.target import TokenTuple
 from genlm.testing.tiny_model import TINY_VOCABULARY
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class _Program:
         self._llm = llm
         self._rng = rng
         self._longest = min(_LONGEST, llm.max_context or _LONGEST)
-        self.answers: list[tuple[TokenIds, torch.Tensor]] = []
+        self.answers: list[tuple[TokenTuple, torch.Tensor]] = []
 
     async def run(self) -> None:
         """Send all requests; append the rows to `answers`."""
@@ -129,7 +130,7 @@ class _Program:
             await self._request(particles, cancel_some=step % 3 == 1)
 
     async def _request(
-        self, sequences: Sequence[TokenIds], *, cached: bool = True, cancel_some: bool = False
+        self, sequences: Sequence[TokenTuple], *, cached: bool = True, cancel_some: bool = False
     ) -> None:
         """Request rows concurrently; with `cancel_some`, cancel some further requests."""
         extra = (
@@ -144,15 +145,15 @@ class _Program:
         self.answers += await answers
         await asyncio.gather(*cancelled, return_exceptions=True)
 
-    def _random_ids(self, count: int) -> TokenIds:
+    def _random_ids(self, count: int) -> TokenTuple:
         return tuple(self._rng.randrange(_FIRST_ID, TINY_VOCABULARY) for _ in range(count))
 
-    def _shuffled(self, sequences: Iterable[TokenIds]) -> list[TokenIds]:
+    def _shuffled(self, sequences: Iterable[TokenTuple]) -> list[TokenTuple]:
         return sorted(sequences, key=lambda _: self._rng.random())
 
 
 def _compare(
-    answers: Sequence[tuple[TokenIds, torch.Tensor]],
+    answers: RowsByRequest,
     model: TinyModel,
     bound: float,
     statistics: dict[str, Any],

@@ -15,7 +15,7 @@ from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import expect
 from genlm.testing.draw_oracle import DrawOracle, random_settings, settings_of_member
 from genlm.testing.expected_members import ExpectedMembers
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 if TYPE_CHECKING:
     from genlm.testing.engine_fixture import EngineFixture

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from genlm import Token
-
-TokenTuple = tuple[int, ...]
+from genlm.testing.target import TokenTuple
 
 
 def near_misses(sequence: TokenTuple) -> dict[str, TokenTuple]:

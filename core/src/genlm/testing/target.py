@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["engine", "trie"]
 
-Oracle = Callable[[tuple[int, ...], str | None], Any]
+TokenTuple = tuple[int, ...]
+"""The token ids of a sequence."""
+
+Oracle = Callable[[TokenTuple, str | None], Any]
 """`oracle(token_ids, adapter)`: the natural-log row as an array, float64 or float32."""
 
 TOLERANCE_CAPS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}

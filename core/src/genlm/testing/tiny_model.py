@@ -19,7 +19,7 @@ import torch
 from genlm import ModelFacts
 
 if TYPE_CHECKING:
-    from genlm.testing.target import Oracle
+    from genlm.testing.target import Oracle, TokenTuple
     from genlm.testing.tiny_families import Family
 
 TINY_VOCABULARY = 300
@@ -85,7 +85,7 @@ class TinyModel:
         self._settings = settings
         self._model_type = model_type
         self._lora = lora or {"target_modules": ["q_proj", "down_proj"]}
-        self._last_pass: dict[str | None, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._last_pass: dict[str | None, tuple[TokenTuple, torch.Tensor]] = {}
         if importlib.util.find_spec("peft") is None:
             adapters = ()
         self.adapters = {name: str(folder / name) for name in adapters}

@@ -17,7 +17,7 @@ from genlm.testing.check import engine_check
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 AdapterRequest = tuple[TokenTuple, str | None]
 

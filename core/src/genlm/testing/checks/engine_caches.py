@@ -9,7 +9,8 @@ from genlm.testing.check import NotApplicable, Skipped, engine_check
 from genlm.testing.checks.engine_populations import check_populations_in_turns
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.strategies import TokenTuple, near_misses
+from genlm.testing.strategies import near_misses
+from genlm.testing.target import TokenTuple
 
 _FORKS = 6
 """Siblings from each of two sequences; each of them needs a pass of the oracle."""

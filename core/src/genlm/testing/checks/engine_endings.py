@@ -13,7 +13,7 @@ from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
 from genlm.testing.probes import EngineProbe, StepGate
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 SCENES = (([0, 1, 2], [1]), ([0, 0], [0]), ([0, 0], [1]), ([0, 0, 1], [0, 1]))
 """Requested sequences by number, and the callers that leave: one, one of two, both of two."""

@@ -13,7 +13,7 @@ from genlm import AsyncLM, OutputCache, Population
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.expected_members import ExpectedMembers
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 STEPS = 3
 

@@ -15,7 +15,8 @@ from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.fixture import on_thread
 from genlm.testing.population_program import CALLS as POPULATION_CALLS
 from genlm.testing.population_program import LEAST_LENGTH, PopulationProgram
-from genlm.testing.strategies import TokenTuple, near_misses
+from genlm.testing.strategies import near_misses
+from genlm.testing.target import TokenTuple
 
 CACHE_SIZE = 2
 """Rows in the output cache: fewer than a program requests."""

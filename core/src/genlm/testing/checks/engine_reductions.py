@@ -24,7 +24,7 @@ from genlm import (
 from genlm.plugin import stream_uniform
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 
 @dataclass(frozen=True)

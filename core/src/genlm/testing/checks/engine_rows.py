@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 
 @engine_check()

@@ -13,7 +13,7 @@ from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.probes import EngineProbe
-from genlm.testing.strategies import TokenTuple
+from genlm.testing.target import TokenTuple
 
 
 @engine_check(needs=Capability.WEIGHTS)

@@ -156,6 +156,14 @@ def test_a_check_fails_if_its_interesting_case_never_occurred(run_check: RunChec
     assert outcome.found == "none of: ragged batch, another order"
 
 
+def test_a_target_with_too_few_sequences_fails_and_does_not_hang(run_check: RunCheck) -> None:
+    target = scripted_target(token_ids=[0], max_length=6)
+    outcome = run_check("concurrent-requests-share-steps", target)
+    assert outcome.status == "failed"
+    assert outcome.expected.startswith("a target with at least 16 sequences of `token_ids`")
+    assert outcome.found == "3"
+
+
 def test_the_same_seed_finds_the_same_example(run_check: RunCheck) -> None:
     class Rounded(CertifiedEngine):
         def evaluate(self, queries):

@@ -29,6 +29,9 @@ T = TypeVar("T")
 _MEMBERS = 9
 """Minimum number of members of the populations of a check."""
 
+_TRIES = 1000
+"""Maximum number of random sequences for each distinct one that a check needs."""
+
 _MAX_LISTED = 4
 """Maximum number of log-probabilities that a failure lists; of more, it shows the worst."""
 
@@ -157,14 +160,23 @@ class EngineFixture(Fixture):
         return st.lists(self.sequences(), min_size=1, max_size=max_size)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
-        """Distinct sequences of mixed lengths, derived from the seed."""
+        """Distinct sequences of mixed lengths, derived from the seed.
+
+        Raises `CheckFailure` if the target has fewer.
+        """
         generator = np.random.default_rng([self.seed, salt])
         ids = np.asarray(self.token_ids)
         distinct: dict[TokenTuple, None] = {}
-        while len(distinct) < count:
+        for _ in range(_TRIES * count):
             length = int(generator.integers(2, max(3, self.max_length - 1)))
             distinct[tuple(generator.choice(ids, length).tolist())] = None
-        return list(distinct)
+            if len(distinct) == count:
+                return list(distinct)
+        raise CheckFailure(
+            f"a target with at least {count} sequences of `token_ids` and `max_length`",
+            f"{len(distinct)}",
+            {"max_length": self.max_length},
+        )
 
     def adapter_names(self) -> list[str]:
         """Names of the target's adapters; raises `CheckFailure` if there are fewer than two."""

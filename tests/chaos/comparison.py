@@ -14,9 +14,8 @@ import torch
 from genlm import AsyncLM, DrawnTokens
 from genlm.testing import EngineTarget
 from genlm.testing.check import CheckFailure, expect
-from genlm.testing.comparison import largest_difference
+from genlm.testing.comparison import describe_difference, largest_difference
 from genlm.testing.draw_oracle import DrawOracle
-from genlm.testing.engine_fixture import describe_difference
 from genlm.testing.target import TokenTuple
 
 from .plan import Ask

@@ -11,11 +11,11 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genlm.plugin import draw_tokens, stream_uniform
+from genlm.plugin import describe_error, draw_tokens, stream_uniform
 from genlm.testing.target import TokenTuple
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def differences(
         rows = torch.stack([row.detach().cpu() for _, row in part]).double()
         expected_rows = torch.stack([expected(ids).cpu() for ids, _ in part]).double()
         earlier = [first_rows.setdefault(ids, row.detach().cpu()) for ids, row in part]
-        errors += entry_differences(rows, expected_rows).amax(1).tolist()
-        repeats += entry_differences(rows, torch.stack(earlier)).amax(1).tolist()
+        errors += _entry_differences(rows, expected_rows).amax(1).tolist()
+        repeats += _entry_differences(rows, torch.stack(earlier)).amax(1).tolist()
         variations += ((rows.exp() - expected_rows.exp()).abs().sum(1) / 2).tolist()
         greedy += (rows.float().argmax(1) == expected_rows.float().argmax(1)).tolist()
         uniforms = [stream_uniform(seed, start + number) for number in range(len(part))]
@@ -197,14 +197,30 @@ def largest_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
     """
     if row.shape != expected.shape:
         return math.inf
-    errors = entry_differences(row, expected)
+    errors = _entry_differences(row, expected)
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Absolute difference of each entry of two tensors of one shape; float64, on the CPU."""
     row, expected = row.detach().cpu().double(), expected.cpu().double()
     same = row == expected  # the difference of equal infinities is NaN
     return torch.where(same, 0.0, (row - expected).abs()).nan_to_num(
         nan=math.inf, posinf=math.inf
+    )
+
+
+def describe_difference(row: Any, expected: torch.Tensor, index: str = "id") -> str:
+    """Describe where a row, or another list, differs most from the expected one."""
+    if isinstance(row, BaseException):
+        return describe_error(row)
+    if not isinstance(row, torch.Tensor):
+        return f"a {type(row).__name__}"
+    if row.shape != expected.shape:
+        return f"shape {tuple(row.shape)}; by the oracle it is {tuple(expected.shape)}"
+    errors = _entry_differences(row, expected)
+    worst = int(errors.argmax())
+    return (
+        f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at {index} {worst}, "
+        f"{int((errors > 1e-4).sum())} of {len(row)} {index}s off by more than 1e-4"
     )

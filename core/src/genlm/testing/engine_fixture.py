@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -13,18 +13,15 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, Context, DrawnTokens, OutputCache
-from genlm.plugin import describe_error, stream_seeds, stream_uniform
+from genlm.plugin import stream_seeds, stream_uniform
 from genlm.testing.check import CheckFailure, expect
-from genlm.testing.comparison import entry_differences, largest_difference
+from genlm.testing.comparison import describe_difference, largest_difference
 from genlm.testing.diagnosis import diagnose_row
 from genlm.testing.draw_oracle import DrawOracle, settings_of_member
 from genlm.testing.expected_members import ExpectedMembers
 from genlm.testing.fixture import Fixture
 from genlm.testing.probes import EngineProbe
 from genlm.testing.target import EngineTarget, Oracle, TokenTuple
-
-T = TypeVar("T")
-
 
 _MEMBERS = 9
 """Minimum number of members of the populations of a check."""
@@ -34,22 +31,6 @@ _TRIES = 1000
 
 _MAX_LISTED = 4
 """Maximum number of log-probabilities that a failure lists; of more, it shows the worst."""
-
-
-def describe_difference(row: Any, expected: torch.Tensor, index: str = "id") -> str:
-    """Describe where a row, or another list, differs most from the expected one."""
-    if isinstance(row, BaseException):
-        return describe_error(row)
-    if not isinstance(row, torch.Tensor):
-        return f"a {type(row).__name__}"
-    if row.shape != expected.shape:
-        return f"shape {tuple(row.shape)}; by the oracle it is {tuple(expected.shape)}"
-    differences = entry_differences(row, expected)
-    worst = int(differences.argmax())
-    return (
-        f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at {index} {worst}, "
-        f"{int((differences > 1e-4).sum())} of {len(row)} {index}s off by more than 1e-4"
-    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -56,9 +56,26 @@ class Delivery:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Any]]] = {}
         self._by_thread: list[tuple[Request, Any]] = []
 
-    def add(self, request: Request, error: BaseException | None = None) -> None:
-        """Add a request that finishes with its values, or with a copy of an error."""
-        self._append(request, None if error is None else _copy_error(error))
+    def add(self, request: Request) -> bool:
+        """Add a request that has its values; call the function `then` of a coroutine's request.
+
+        Returns:
+            Whether the request was added: not if the function returned a future, which is then
+            its only value.
+        """
+        raised: Exception | None = None
+        is_of_thread = isinstance(request.future, concurrent.futures.Future)
+        if request.then is not None and not is_of_thread and not request.is_abandoned:
+            result, raised = _call(request.then, request.values)
+            request.then, request.values = None, [result]
+            if isinstance(result, concurrent.futures.Future):
+                return False
+        self._append(request, raised)
+        return True
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Add a request that finishes with a copy of an error."""
+        self._append(request, _copy_error(error))
 
     def _append(self, request: Request, error: BaseException | None) -> None:
         future = request.future
@@ -78,28 +95,6 @@ class Delivery:
         except BaseException as raised:  # noqa: BLE001 - also that of a cancelled future
             error = raised
         self._append(request, error)
-
-    def process(self) -> list[Request]:
-        """Call the functions `then` of the requests of coroutines.
-
-        Returns:
-            The requests whose functions returned futures, which are their only values; they
-            are removed from the delivery.
-        """
-        late = []
-        finished = [pair for pairs in self._by_loop.values() for pair in pairs]
-        self._by_loop = {}
-        for request, error in finished:
-            if error is not None or request.then is None or request.is_abandoned:
-                self._append(request, error)
-                continue
-            result, raised = _call(request.then, request.values)
-            request.then, request.values = None, [result]
-            if isinstance(result, concurrent.futures.Future):
-                late.append(request)
-            else:
-                self._append(request, raised)
-        return late
 
     @property
     def reaches_loops(self) -> bool:

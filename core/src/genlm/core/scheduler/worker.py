@@ -272,7 +272,7 @@ class Worker:
         self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
         for request in (*self._table.clear(), *self._late):
-            delivery.add(request, error)
+            delivery.fail(request, error)
         self._late.clear()
         return delivery
 
@@ -452,10 +452,10 @@ class Worker:
                     requests += [request for request, _, _ in evaluation.consumers]
             for evaluation in finished:
                 distribute(evaluation)
-            delivery = Delivery()
             with self._lock:
-                self._finish(finished, delivery, is_step=is_step)
-            late = delivery.process()
+                completed = self._finish(finished, is_step=is_step)
+            delivery = Delivery()
+            late = [request for request in completed if not delivery.add(request)]
             with self._lock:
                 self._late.update(late)
                 waits_for_callers = delivery.reaches_loops and self._delay(step_s)
@@ -491,15 +491,16 @@ class Worker:
             return True
         return False
 
-    def _finish(self, finished: list[Evaluation], delivery: Delivery, *, is_step: bool) -> None:
-        size = 0
+    def _finish(self, finished: list[Evaluation], *, is_step: bool) -> list[Request]:
+        """Remove evaluations from the table; return the requests that have all their values."""
+        size, completed = 0, []
         for evaluation in finished:
             if evaluation.waiting:
                 size += _sequence_count(evaluation.query)
-            for request in self._table.finish(evaluation):
-                delivery.add(request)
+            completed += self._table.finish(evaluation)
         if is_step and size:
             self._table.count_batch(size)
+        return completed
 
     def _fail(
         self, finished: list[Evaluation], requests: list[Request], error: BaseException
@@ -513,7 +514,7 @@ class Worker:
                 self._table.drop(evaluation)
             for request in dict.fromkeys(requests):
                 if not request.is_abandoned and not request.future.done():
-                    delivery.add(request, error)
+                    delivery.fail(request, error)
                 self._aborts += self._table.leave(request)
         delivery.send()
 

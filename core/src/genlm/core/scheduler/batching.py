@@ -32,28 +32,27 @@ MIN_GRACE_S = 1e-4
 
 
 class BatchingPolicy:
-    """Decides when the inbox is dispatched; guarded by the worker's lock.
-
-    Attributes:
-        is_flushed: Whether the requests in the inbox are to be dispatched.
-    """
+    """Decides when the inbox is dispatched; guarded by the worker's lock."""
 
     def __init__(self, max_batch_size: int | None) -> None:
         self._max_batch_size = max_batch_size
-        self.is_flushed = False
-        self._grace_until_s: float | None = None
-        self._pause_until_s = 0.0
+        # Times of `time.perf_counter()`, 0 for at once.
+        self._dispatch_s: float | None = None  # of the inbox; None at the next flush
+        self._step_s = 0.0  # of the next step of an engine with queries
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the requests in the inbox are to be dispatched."""
+        return self._dispatch_s == 0.0
 
     def flush(self, table: RequestTable) -> None:
         """Dispatch the inbox, and end a delay of the next step; later requests need a flush."""
-        self._grace_until_s = None
-        self._pause_until_s = 0.0
-        self.is_flushed = bool(table.inbox)
+        self._dispatch_s = 0.0 if table.inbox else None
+        self._step_s = 0.0
 
     def hold(self) -> None:
         """Hold later requests until the next flush."""
-        self._grace_until_s = None
-        self.is_flushed = False
+        self._dispatch_s = None
 
     def begin_grace_period(self, step_s: float) -> bool:
         """Hold late requests until the callers with results of the last step have run.
@@ -63,18 +62,16 @@ class BatchingPolicy:
         """
         if GRACE_SHARE * step_s <= MIN_GRACE_S:
             return False
-        self.is_flushed = False
-        self._grace_until_s = time.perf_counter() + GRACE_SHARE * step_s
+        self._dispatch_s = time.perf_counter() + GRACE_SHARE * step_s
         return True
 
     def pause(self, step_s: float) -> None:
         """Delay the next step of an engine that defers its queries, until the next flush."""
-        self._pause_until_s = time.perf_counter() + DEFERRAL_SHARE * step_s
+        self._step_s = time.perf_counter() + DEFERRAL_SHARE * step_s
 
     def seconds_to_step(self) -> float:
         """Return the time for which the step of an engine with queries is delayed."""
-        delay_s = self._pause_until_s and self._pause_until_s - time.perf_counter()
-        return max(0.0, delay_s)
+        return _seconds_to(self._step_s)
 
     def seconds_to_work(self, table: RequestTable) -> float | None:
         """Return the time until the next step or dispatch; None to wait for the next flush."""
@@ -85,8 +82,11 @@ class BatchingPolicy:
         if not table.inbox:
             return None
         is_full = self._max_batch_size is not None and len(table.inbox) >= self._max_batch_size
-        if is_full or self.is_flushed:
+        if is_full:
             return 0.0
-        return (
-            None if self._grace_until_s is None else self._grace_until_s - time.perf_counter()
-        )
+        return None if self._dispatch_s is None else _seconds_to(self._dispatch_s)
+
+
+def _seconds_to(time_s: float) -> float:
+    """Return the seconds until a time of `time.perf_counter()`; 0 for an earlier one."""
+    return max(0.0, time_s - time.perf_counter())

@@ -12,7 +12,6 @@ import torch
 
 from genlm.core.base.blocking import blocking
 from genlm.core.base.validation import checked_count
-from genlm.core.engine.group_sampling import GroupSampling
 from genlm.core.model.draw_settings import DrawSettings
 from genlm.core.model.members import ArrayLike, Members
 from genlm.core.queries.generations import Integers64, raise_member_errors
@@ -148,33 +147,24 @@ class MemberReductions(Members):
         then: Callable[[tuple[torch.Tensor, ...]], Any] = lambda columns: columns,
     ) -> Any:
         """Return a function of the columns of some members, ascending, or of all members."""
-        if len(self._places if members is None else members):
-            return await self._query(reduction, members, then=then)
-        result = then(self._lm._requests.reduce_no_rows(reduction))  # noqa: SLF001
-        if isinstance(result, concurrent.futures.Future):
-            return await asyncio.wrap_future(result)
-        return result
-
-    async def _query(
-        self,
-        reduction: GroupReduction,
-        members: Integers64 | None,
-        sampling: GroupSampling | None = None,
-        then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
-    ) -> Any:
-        """Return the `SampledGroup` of some members or of all, or a function of columns."""
-        query = self._lm._requests.group_query(  # noqa: SLF001 - internal to genlm.core.model
-            self._generation, self._places, reduction, self._adapter, members, sampling
+        requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
+        if not len(self._places if members is None else members):
+            result = then(requests.reduce_no_rows(reduction))
+            if isinstance(result, concurrent.futures.Future):
+                return await asyncio.wrap_future(result)
+            return result
+        query = requests.group_query(
+            self._generation, self._places, reduction, self._adapter, members
         )
         return await self._result(query, members, then)
 
     async def _result(
         self,
         query: GroupQuery,
-        members: Integers64 | None,
-        then: Callable[[tuple[torch.Tensor, ...]], Any] | None,
+        members: Integers64 | None = None,
+        then: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
     ) -> Any:
-        """Return the result of a query for members, or a function of its columns."""
+        """Return the `SampledGroup` of a query, or a function of its columns for members."""
         requests = self._lm._requests  # noqa: SLF001 - internal to genlm.core.model
         requests.adapter_of(self, None)
 

@@ -287,7 +287,10 @@ class Population(MemberScores):
             self._lm._scheduler.check_open()  # noqa: SLF001 - internal to genlm.core.model
             empty = torch.empty(count, 0, dtype=torch.float32, device="cpu")
             return SampledTokens(empty.long(), empty, empty.clone(), self)
-        group: SampledGroup = await self._query(sampling.draws(active, 0), active, sampling)
+        query = self._lm._requests.sampling_query(  # noqa: SLF001 - internal to genlm.core.model
+            self._generation, sampling, self._adapter
+        )
+        group: SampledGroup = await self._result(query)
         step = self._step + group.token_ids.shape[1]
         cut = int((~group.finished & (limits < limit))[active].sum())
         self._lm._log_cut(cut, count, int(limit.max()))  # noqa: SLF001 - internal to genlm.core.model

@@ -7,9 +7,10 @@ read from the output cache if possible; operations on rows do not run on the eve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from genlm.core.base.error_handling import map_batch, with_places
@@ -115,6 +116,14 @@ class Requests:
             *(reduction, adapter, self._lease, sampling),
         )
 
+    def sampling_query(
+        self, generation: Generation, sampling: GroupSampling, adapter: str | None
+    ) -> GroupQuery:
+        """Build the query for continuations of at least one member."""
+        active = np.flatnonzero((sampling.max_tokens > 0) & ~sampling.finished)
+        draws = sampling.draws(active, 0)
+        return self.group_query(generation, sampling.places, draws, adapter, active, sampling)
+
     def scored_query(
         self, scored: ScoredRows, reduction: GroupReduction, adapter: str | None
     ) -> GroupQuery:
@@ -125,17 +134,17 @@ class Requests:
             dropped=scored.dropped,
         )
 
-    async def groups(
+    def groups(
         self, queries: Sequence[GroupQuery], then: Callable[[list[Any]], Any] | None = None
-    ) -> list[Any]:
-        """Return the `GroupResult`, `SampledGroup` or exception of each query.
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """Submit queries; return the `GroupResult`, `SampledGroup` or exception of each.
 
         For `then` see `Scheduler.submit`.
         """
         for query in queries:
             self.counters.count(len(query), requests=len(query.wanted))
         request = self.scheduler.submit([(query, None, None) for query in queries], then)
-        return await self.scheduler.results(request)
+        return self.scheduler.results(request)  # no `await`: it would add a frame
 
     def reduce_no_rows(self, reduction: GroupReduction) -> tuple[torch.Tensor, ...]:
         """Return the columns of a reduction of no rows."""

@@ -274,8 +274,7 @@ class SampleMethods:
             *(seeds, 0, options.stop_ids, options.stop_texts),
             returns_generation=False,
         )
-        draws, adapter = sampling.draws(np.arange(count), 0), queries[0].adapter
-        return self._requests.group_query(generation, places, draws, adapter, sampling=sampling)
+        return self._requests.sampling_query(generation, sampling, queries[0].adapter)
 
     def _log_cut(self, cut: int, count: int, max_tokens: int) -> None:
         """Log the number of continuations that a full context ended before `max_tokens`."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 
 from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
-from genlm.core.model.adapters import Adapters
+from genlm.core.model.adapters import BASE_MODEL, Adapter, Adapters
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 
@@ -85,7 +85,7 @@ class AbsentMeansBase(CachedEngine):
 
 @core_fault(
     Adapters,
-    "engine_name",
+    "find",
     found_by="model/test_lm_adapters.py::test_an_adapter_that_cannot_be_loaded_leaves_its_name_free",
 )
 def unknown_means_base(find):
@@ -95,19 +95,19 @@ def unknown_means_base(find):
         with contextlib.suppress(UnknownAdapterError):
             return find(self, lora_name)
         self._scheduler.run(lambda engine: engine.models.setdefault(lora_name, base_model()))
-        return lora_name
+        return Adapter(lora_name, lora_name, folder="")
 
     return broken
 
 
 @core_fault(
     Adapters,
-    "engine_name",
+    "find",
     found_by="model/test_lm_adapters.py::test_one_batch_mixes_adapters_and_the_base",
 )
 def adapters_silently_ignored(_find):
     """Takes the name of an adapter although the engine serves none."""
-    return lambda _self, _lora_name: None
+    return lambda _self, _lora_name: BASE_MODEL
 
 
 @core_fault(
@@ -154,7 +154,7 @@ def with_lora_returns_itself(_with_lora):
 
     def broken(self, lora_name):
         if lora_name is not None:
-            self._requests.adapters.engine_name(lora_name)
+            self._requests.adapters.find(lora_name)
         return self
 
     return broken

@@ -140,9 +140,7 @@ def extended_through_a_global(extend):
         context = extend(self, token_ids)
         _last_extended[:] = [context.sequence]
         time.sleep(1e-4)  # another thread runs
-        return Context(
-            context._lm, _last_extended[0], context.lora_name, context._adapter, context._lease
-        )
+        return Context(context._lm, _last_extended[0], context._adapter, context._lease)
 
     return broken
 
@@ -167,7 +165,6 @@ def the_default_adapter(adapter_of):
 
     def broken(self, context, lora_name):
         adapter_of(self, context, lora_name)
-        name = self.default_lora
-        return None if name is None else self.adapters.engine_name(name)
+        return self.adapter(None)
 
     return broken

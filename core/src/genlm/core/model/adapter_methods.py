@@ -80,7 +80,7 @@ class AdapterMethods:
             UnsupportedCapabilityError: The engine serves no adapters.
         """
         if lora_name is not None:
-            self._requests.adapters.engine_name(lora_name)
+            self._requests.adapters.find(lora_name)
         model = object.__new__(type(self))
         vars(model).update(vars(self))
         model._requests = copy.copy(self._requests)

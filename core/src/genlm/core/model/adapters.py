@@ -30,12 +30,24 @@ _Files = frozenset[tuple[str, int, int, int]]
 """Name, inode, size and modification time of each file of an adapter."""
 
 
-class _Adapter(NamedTuple):
-    """A loaded adapter: its name in the engine, its folder, and the state of its files."""
+class Adapter(NamedTuple):
+    """An adapter that was loaded, or the base model.
 
-    engine_name: str
+    Attributes:
+        name: User-defined name, None for the base model.
+        engine_name: Name in the engine, None for the base model.
+        folder: Folder from which it was loaded.
+        files: State of the files in the folder before it was loaded.
+    """
+
+    name: str | None
+    engine_name: str | None
     folder: str
     files: _Files = frozenset()
+
+
+BASE_MODEL = Adapter(None, None, _PRELOADED)
+"""Takes the place of an adapter in requests for the base model."""
 
 
 class Adapters:
@@ -53,13 +65,13 @@ class Adapters:
         scheduler: Scheduler[Engine],
         *,
         backend: str,
-        drop_rows: Callable[[str], None],
+        drop_rows: Callable[[str | None], None],
     ) -> None:
         self._scheduler = scheduler
         self._backend = backend
         self._drop_rows = drop_rows
         preloaded: Iterable[str] = getattr(scheduler.engine, "adapters", ())
-        self._by_name = {name: _Adapter(name, _PRELOADED) for name in preloaded}
+        self._by_name = {name: Adapter(name, name, _PRELOADED) for name in preloaded}
         self._plain_names = {*self._by_name}  # engine names without a number
         self._numbers = itertools.count(2)
         self._uses_numbers = False
@@ -69,9 +81,14 @@ class Adapters:
         """User-defined names of the loaded adapters, in the order of loading."""
         return tuple(self._by_name)
 
-    def engine_name(self, name: str) -> str:
-        """Return the engine name of a loaded adapter."""
-        return self._loaded(name).engine_name
+    def find(self, name: str) -> Adapter:
+        """Return a loaded adapter."""
+        _check_name(name)
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            self._require_adapters()
+            raise UnknownAdapterError(name, self._by_name)
+        return adapter
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
         """Load an adapter; see `AsyncLM.load_lora`."""
@@ -120,7 +137,7 @@ class Adapters:
             if not self._uses_numbers:
                 self._plain_names.add(engine_name)
             replaced = self._by_name.get(name)  # it may have been removed in the meantime
-            self._by_name[name] = _Adapter(engine_name, folder, files)
+            self._by_name[name] = Adapter(name, engine_name, folder, files)
             if replaced is not None:
                 self._free(replaced)
 
@@ -128,7 +145,7 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Unload an adapter; see `AsyncLM.unload_lora`."""
-        is_preloaded = self._loaded(name).folder == _PRELOADED
+        is_preloaded = self.find(name).folder == _PRELOADED
         if not is_preloaded and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
                 "unload_lora", self._backend, "its engine lacks the method remove_adapter"
@@ -137,14 +154,6 @@ class Adapters:
         if adapter is None:  # another thread removed it
             raise UnknownAdapterError(name, self._by_name)
         self._free(adapter)
-
-    def _loaded(self, name: str) -> _Adapter:
-        _check_name(name)
-        adapter = self._by_name.get(name)
-        if adapter is None:
-            self._require_adapters()
-            raise UnknownAdapterError(name, self._by_name)
-        return adapter
 
     def _require_adapters(self) -> None:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)
@@ -161,7 +170,7 @@ class Adapters:
         numbered = (f"{name}@{number}" for number in self._numbers)
         return next(candidate for candidate in numbered if candidate not in self._plain_names)
 
-    def _free(self, adapter: _Adapter) -> None:
+    def _free(self, adapter: Adapter) -> None:
         """Free a removed adapter once the requests that use it have ended."""
         if adapter.folder != _PRELOADED:
             self._scheduler.run_after(
@@ -170,13 +179,13 @@ class Adapters:
             )
 
     @staticmethod
-    def _is_removable(engine: Engine, adapter: _Adapter) -> bool:
+    def _is_removable(engine: Engine, adapter: Adapter) -> bool:
         return adapter.folder != _PRELOADED and hasattr(engine, "remove_adapter")
 
-    def _is_in_use(self, adapter: _Adapter) -> bool:
+    def _is_in_use(self, adapter: Adapter) -> bool:
         return self._scheduler.has_query(lambda query: query.adapter == adapter.engine_name)
 
-    def _remove_from(self, engine: Engine, adapter: _Adapter) -> None:
+    def _remove_from(self, engine: Engine, adapter: Adapter) -> None:
         """Remove an adapter from the engine, and its rows from the output cache."""
         self._uses_numbers = True
         self._drop_rows(adapter.engine_name)

@@ -76,7 +76,7 @@ class CachedResults:
         entry = self.cache.find(key)
         return None if entry is None else (entry, reduction)
 
-    def drop(self, *adapter: str) -> None:
+    def drop(self, *adapter: str | None) -> None:
         """Drop all results of the model, or those of one of its adapters."""
 
         def is_dropped(key: Any) -> bool:

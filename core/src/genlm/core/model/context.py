@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from genlm.core.model.adapters import Adapter
     from genlm.core.model.leases import ContextLease, LeaseTable
     from genlm.core.model.lm import AsyncLM
     from genlm.core.queries.query import Reduction
@@ -36,7 +37,7 @@ class Context(Immutable):
     context or to extensions of it that have not been requested yet.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
+    __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "sequence")
 
     _pickling_error = (
         "a Context belongs to a loaded model and cannot be pickled; pickle its token_ids, "
@@ -47,15 +48,13 @@ class Context(Immutable):
         self,
         lm: AsyncLM,
         sequence: TokenSequence,
-        lora_name: str | None,
-        adapter: str | None,
+        adapter: Adapter,
         lease: ContextLease | None = None,
     ) -> None:
         self._lm = lm
         self._lease = lease
         self._adapter = adapter
         self.sequence = sequence
-        self.lora_name = lora_name
 
     def extend(self, token_ids: SupportsIndex | Integers) -> Context:
         """Return a new context with one or several token ids appended.
@@ -78,7 +77,7 @@ class Context(Immutable):
                 return self
             packed = checked_token_ids(ids, size)[1]
         sequence = TokenSequence(packed, self.sequence)
-        return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
+        return Context(self._lm, sequence, self._adapter, self._lease)
 
     def next_token_logprobs(self) -> Coroutine[Any, Any, torch.Tensor]:
         """Return the next-token log-probabilities; see `AsyncLM.next_token_logprobs`.
@@ -131,6 +130,11 @@ class Context(Immutable):
         return self._lm.reduce(self, reduction)
 
     @property
+    def lora_name(self) -> str | None:
+        """Name of the LoRA adapter, None for the base model."""
+        return self._adapter.name
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """All token ids, oldest first, assembled in time proportional to their number."""
         return self.sequence.token_ids
@@ -141,7 +145,7 @@ class Context(Immutable):
         If the engine has not just computed the context, its state is leased only if another
         context has a lease of it.
         """
-        key = (self._adapter, self.sequence.key)
+        key = (self._adapter.engine_name, self.sequence.key)
         if self._lease is None or self._lease.keys != (key,):
             lease = leases.lease([key]) if is_computed else leases.find(key)
             self._lease = lease or self._lease

@@ -322,10 +322,7 @@ class AsyncLM(
             ValueError: `size` is negative, or contexts have different adapters.
             GenlmError: As `context`.
         """
-        generation, places, name, adapter = initial_members(
-            self._requests, prompts, size, lora_name
-        )
-        return Population(self, generation, places, lora_name=name, adapter=adapter)
+        return Population(self, *initial_members(self._requests, prompts, size, lora_name))
 
     # -- components -------------------------------------------------------------------
 

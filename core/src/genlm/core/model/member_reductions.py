@@ -154,7 +154,7 @@ class MemberReductions(Members):
                 return await asyncio.wrap_future(result)
             return result
         query = requests.group_query(
-            self._generation, self._places, reduction, self._adapter, members
+            self._generation, self._places, reduction, self._adapter.engine_name, members
         )
         return await self._result(query, members, then)
 

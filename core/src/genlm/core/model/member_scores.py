@@ -122,7 +122,7 @@ class MemberScores(MemberReductions):
         scored = scored_rows(self._generation, self._places, ids)
         tokens = ids[ids >= 0]
         query = self._lm._requests.scored_query(  # noqa: SLF001
-            scored, _reduction(tokens, weights, scored.members), self._adapter
+            scored, _reduction(tokens, weights, scored.members), self._adapter.engine_name
         )
         logprobs[torch.from_numpy(ids >= 0)] = await self._result(
             query, scored.members, lambda columns: self._checked(columns, scored.members)

@@ -20,6 +20,7 @@ from genlm.core.base.validation import (
     checked_size,
     is_sequence_like,
 )
+from genlm.core.model.adapters import BASE_MODEL, Adapter
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.queries.generations import (
     NO_TOKEN,
@@ -43,8 +44,8 @@ class Members(Immutable):
     """N token sequences of one model and adapter, immutable; see `Population`."""
 
     __slots__ = (
-        *("__weakref__", "_finished", "_generation", "_lm", "_places", "_scored", "_step"),
-        *("_adapter", "lora_name"),
+        *("__weakref__", "_adapter", "_finished", "_generation", "_lm", "_places", "_scored"),
+        "_step",
     )
 
     _pickling_error = (
@@ -57,9 +58,8 @@ class Members(Immutable):
         lm: AsyncLM,
         generation: Generation,
         places: Integers64,
+        adapter: Adapter,
         *,
-        lora_name: str | None,
-        adapter: str | None,
         finished: Flags | None = None,
         step: int = 0,
     ) -> None:
@@ -68,14 +68,17 @@ class Members(Immutable):
         self._places = places
         self._finished = np.zeros(len(places), bool) if finished is None else finished
         self._step = step
-        self.lora_name = lora_name
-        """Name of the LoRA adapter of all members, None for the base model."""
         self._adapter = adapter
         # Continuations that were scored last, and the population extended by them.
         self._scored: tuple[Integers64, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def lora_name(self) -> str | None:
+        """Name of the LoRA adapter of all members, None for the base model."""
+        return self._adapter.name
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -293,15 +296,14 @@ class Members(Immutable):
             self._lm,
             generation,
             places,
-            lora_name=self.lora_name,
-            adapter=self._adapter,
+            self._adapter,
             finished=finished,
             step=step,
         )
 
     def _context(self, member: int) -> Context:
         sequence = self._lineage.sequence(int(self._places[member]))
-        return Context(self._lm, sequence, self.lora_name, self._adapter)
+        return Context(self._lm, sequence, self._adapter)
 
     def __repr__(self) -> str:
         lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
@@ -312,12 +314,11 @@ class Members(Immutable):
 
 def initial_members(
     requests: Requests, prompts: TokenIds | TokenBatch, size: int | None, lora_name: str | None
-) -> tuple[Generation, Integers64, str | None, str | None]:
+) -> tuple[Generation, Integers64, Adapter]:
     """Check the arguments of `AsyncLM.population`.
 
     Returns:
-        The generation, the place of each member in it, the name of the members' adapter, and
-        the engine's name of the adapter.
+        The generation, the place of each member in it, and the adapter of the members.
     """
     if size is None:
         sequences = checked_batch(
@@ -334,17 +335,16 @@ def initial_members(
         )
     else:
         parts = [requests.context_parts(cast("TokenIds", prompts), lora_name)]
-    adapters = {part[1:] for part in parts}
+    adapters = {adapter for _, adapter in parts}
     if len(adapters) > 1:
         raise ValueError(
             f"the members of a population have one adapter; found "
-            f"{', '.join(sorted(str(name) for name, _ in adapters))}"
+            f"{', '.join(sorted(str(adapter.name) for adapter in adapters))}"
         )
-    generation, places = first_generation([part[0] for part in parts])
+    generation, places = first_generation([sequence for sequence, _ in parts])
     if size is not None:
         places = places.repeat(checked_size(size, 0))
-    name, adapter = adapters.pop() if adapters else (None, None)
-    return generation, places, name, adapter
+    return generation, places, adapters.pop() if adapters else BASE_MODEL
 
 
 def has_several(prompts: Any) -> bool:

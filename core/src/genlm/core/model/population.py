@@ -288,7 +288,7 @@ class Population(MemberScores):
             empty = torch.empty(count, 0, dtype=torch.float32, device="cpu")
             return SampledTokens(empty.long(), empty, empty.clone(), self)
         query = self._lm._requests.sampling_query(  # noqa: SLF001 - internal to genlm.core.model
-            self._generation, sampling, self._adapter
+            self._generation, sampling, self._adapter.engine_name
         )
         group: SampledGroup = await self._result(query)
         step = self._step + group.token_ids.shape[1]

@@ -19,7 +19,7 @@ from genlm.core.base.statistics import RequestCounters
 from genlm.core.base.validation import Integers, checked_batch, checked_token_ids
 from genlm.core.engine.engine import Engine
 from genlm.core.engine.group_sampling import GroupSampling
-from genlm.core.model.adapters import Adapters
+from genlm.core.model.adapters import BASE_MODEL, Adapter, Adapters
 from genlm.core.model.cached_results import CachedResults
 from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.leases import LeaseTable
@@ -86,8 +86,8 @@ class Requests:
 
     def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
         """Check a sequence and an adapter name, and build the query and its key."""
-        sequence, _, adapter = self.context_parts(token_ids, lora_name)
-        return self.sequence_query(sequence, adapter)
+        sequence, adapter = self.context_parts(token_ids, lora_name)
+        return self.sequence_query(sequence, adapter.engine_name)
 
     def sequence_query(
         self, sequence: TokenSequence, adapter: str | None, targets: tuple[int, ...] = ()
@@ -155,21 +155,20 @@ class Requests:
 
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None
-    ) -> tuple[TokenSequence, str | None, str | None]:
-        """Return the parts of a `Context`: sequence, adapter, and the engine's adapter name."""
+    ) -> tuple[TokenSequence, Adapter]:
+        """Return the parts of a `Context`: its sequence and its adapter."""
         if isinstance(token_ids, Context):
-            adapter = self.adapter_of(token_ids, lora_name)
-            return token_ids.sequence, token_ids.lora_name, adapter
-        name, adapter = self.adapter(lora_name)
+            return token_ids.sequence, self.adapter_of(token_ids, lora_name)
+        adapter = self.adapter(lora_name)
         sequence = self._sequence(token_ids)
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
-        return sequence, name, adapter
+        return sequence, adapter
 
-    def adapter(self, lora_name: str | None) -> tuple[str | None, str | None]:
-        """Return the name of the adapter of a request, and the engine's name of it."""
+    def adapter(self, lora_name: str | None) -> Adapter:
+        """Return the adapter of a request, or the base model."""
         name = self.default_lora if lora_name is None else lora_name
-        return name, None if name is None else self.adapters.engine_name(name)
+        return BASE_MODEL if name is None else self.adapters.find(name)
 
     def _sequence(self, token_ids: Integers) -> TokenSequence:
         """Return checked token ids, or the extension of a recent sequence by the last id."""
@@ -186,23 +185,22 @@ class Requests:
             self._recent.add(list(ids), sequence)
         return sequence
 
-    def adapter_of(self, context: Context | Members, lora_name: str | None) -> str | None:
-        """Check that a context belongs to this model; return the engine name of its adapter."""
+    def adapter_of(self, context: Context | Members, lora_name: str | None) -> Adapter:
+        """Check that a context belongs to this model; return its adapter."""
         if context._lm._scheduler is not self.scheduler:  # noqa: SLF001 - internal to genlm.core.model
             raise ValueError(
                 f"{context!r} belongs to a different model; create it with this model's method "
                 f"{type(context).__name__.lower()}"
             )
-        if lora_name is not None and lora_name != context.lora_name:
-            raise ValueError(
-                f"lora_name={lora_name!r} for {context!r}, which has the adapter "
-                f"{context.lora_name!r}; create a context with the other adapter"
-            )
-        if context.lora_name is None:
-            return None
         adapter = context._adapter  # noqa: SLF001
-        if self.adapters.engine_name(context.lora_name) != adapter:
-            raise UnknownAdapterError(context.lora_name, self.adapters.names)
+        name = adapter.name
+        if lora_name is not None and lora_name != name:
+            raise ValueError(
+                f"lora_name={lora_name!r} for {context!r}, which has the adapter {name!r}; "
+                f"create a context with the other adapter"
+            )
+        if name is not None and self.adapters.find(name) is not adapter:
+            raise UnknownAdapterError(name, self.adapters.names)
         return adapter
 
     # -- results ----------------------------------------------------------------------

@@ -254,7 +254,7 @@ class ScoreMethods:
             adapter = self._requests.adapter_of(token_ids, lora_name)
             token_ids = token_ids.token_ids
         else:
-            _, adapter = self._requests.adapter(lora_name)
+            adapter = self._requests.adapter(lora_name)
         max_context = self.max_context
         ids, packed = checked_token_ids(token_ids, self._requests.vocab_size)
         if max_context is not None and len(ids) > max_context + 1 and not has_windows:
@@ -264,7 +264,7 @@ class ScoreMethods:
             raise ValueError(
                 f"start={first} of a text of {len(ids)} tokens; it must be {len(ids)} or less"
             )
-        return ids, packed, first, adapter
+        return ids, packed, first, adapter.engine_name
 
     def _windows(
         self, count: int, start: int, stride: int | None

@@ -84,7 +84,7 @@ class WeightMethods:
             EngineClosedError: The model was closed.
         """
         requests = self._requests
-        return requests.results.weight_changes(), requests.adapter(lora_name)[1]
+        return requests.results.weight_changes(), requests.adapter(lora_name).engine_name
 
 
 def _update(

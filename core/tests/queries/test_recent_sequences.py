@@ -115,6 +115,18 @@ def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
     assert recent.find(ids, VOCAB_SIZE) == TokenSequence.of(ids)
 
 
+def test_a_list_that_is_found_again_and_again_does_not_displace_others(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_sequences, "_MAX_IDS", 2000)
+    recent, ids = stored
+    other = ids_of(100, seed=1)
+    recent.add(list(other), TokenSequence.of(other))
+    for _ in range(500):
+        assert recent.find(ids, VOCAB_SIZE) is not None
+    assert recent.find(other, VOCAB_SIZE) == TokenSequence.of(other)
+
+
 def test_the_ids_of_lists_that_grow_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_sequences, "_MAX_IDS", 4000)
     recent = RecentSequences()

@@ -84,10 +84,12 @@ class RecentSequences:
                 self._lock.release()
 
     def _find_equal(self, ids: list[int]) -> TokenSequence | None:
-        entry = self._get(_fingerprint(ids, len(ids)))
+        fingerprint = _fingerprint(ids, len(ids))
+        entry = self._get(fingerprint)
         if entry is None or not entry.equals(ids, len(ids)):
             return None
-        self._store(entry)  # in the younger generation
+        if fingerprint not in self._young:
+            self._store(entry)
         return entry.sequence
 
     def _find_extended(self, ids: list[int], vocab_size: int) -> TokenSequence | None:

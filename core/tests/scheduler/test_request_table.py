@@ -44,6 +44,24 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
     assert consumers_of(evaluation) == [(second, 0)]
 
 
+def test_outputs_are_added_to_one_table_of_their_evaluation() -> None:
+    """Otherwise the time of a batch for one context is quadratic in its number of draws."""
+    table = RequestTable()
+    for query_id, output in enumerate([None, "a", None, "b"]):
+        enqueued(table, query_id, output)
+        (evaluation,) = table.inbox.values()
+        if output == "a":
+            outputs = evaluation.outputs
+    assert evaluation.outputs is outputs
+    assert evaluation.outputs == {None: 0, "a": 1, "b": 2}
+    assert [output for _, output in consumers_of(evaluation)] == [0, 1, 0, 2]
+    other = RequestTable()
+    enqueued(other, 0)
+    (whole,) = other.inbox.values()
+    assert whole.is_whole
+    assert whole.outputs == {None: 0}
+
+
 def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
     table = RequestTable()
     request = Request(concurrent.futures.Future(), 3)

@@ -106,7 +106,9 @@ class Evaluation:
         output_place = self.outputs.get(output)
         if output_place is None:
             output_place = len(self.outputs)
-            self.outputs = {**self.outputs, output: output_place}
+            if self.is_whole:
+                self.outputs = _ROW_ONLY.copy()
+            self.outputs[output] = output_place
         self.consumers.append((request, place, output_place))
         self.waiting += 1
         request.values[place] = self

@@ -15,7 +15,7 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import AsyncLM, Capability, EngineClosedError, OutputCache, Query
+from genlm import AsyncLM, Capability, EngineClosedError, OutputCache, Population, Query
 from genlm.core.base.blocking import blocking, blocking_iterator, run_blocking, wait_for
 from genlm.core.scheduler import Scheduler, background
 
@@ -57,6 +57,17 @@ def test_every_coroutine_method_has_a_blocking_twin_of_its_signature() -> None:
         assert f"`{of}`" in twin.__doc__
         assert public[of].__doc__.strip().partition("\n")[0] in twin.__doc__
         assert "Args:" in twin.__doc__ or "Args:" not in public[of].__doc__
+
+
+@pytest.mark.parametrize("public_class", [AsyncLM, Population])
+def test_errors_of_python_name_the_public_class(public_class: type) -> None:
+    public = {name: getattr(public_class, name) for name in dir(public_class) if name[0] != "_"}
+    methods = {name: member for name, member in public.items() if inspect.isfunction(member)}
+    assert len(methods) >= 20
+    for name, method in methods.items():
+        assert method.__qualname__ == f"{public_class.__name__}.{name}"
+    with pytest.raises(TypeError, match=rf"^{public_class.__name__}\.top_tokens\(\) missing"):
+        public["top_tokens"]()
 
 
 def test_a_blocking_method_works_within_a_running_event_loop_and_on_threads(

@@ -14,12 +14,12 @@ import contextvars
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import FunctionType
 from typing import Any, Self, cast, overload
 
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
+from genlm.core.base.method_names import name_methods
 from genlm.core.base.progress import show_stages
 from genlm.core.base.statistics import Statistics
 from genlm.core.base.validation import Integers, checked_builder, is_model_object
@@ -436,10 +436,7 @@ class AsyncLM(
         require_capability(self._scheduler.engine, capability, self.name)
 
 
-for _methods in AsyncLM.__bases__:
-    for _name, _method in vars(_methods).items():
-        if isinstance(_method, FunctionType):  # Python's error messages name the public class
-            _method.__qualname__ = f"AsyncLM.{_name}"
+name_methods(AsyncLM, AsyncLM.__bases__)
 
 
 def checked_model(llm: object) -> AsyncLM:

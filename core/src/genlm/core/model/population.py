@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from genlm.core.base.blocking import blocking, off_loop
+from genlm.core.base.method_names import name_methods
 from genlm.core.base.validation import Stop, checked_count, checked_stop
 from genlm.core.engine.group_sampling import GroupSampling, SampledGroup
 from genlm.core.model.draw_settings import DrawSettings
+from genlm.core.model.member_reductions import MemberReductions
 from genlm.core.model.member_scores import MemberScores
-from genlm.core.model.members import ArrayLike, checked_counts
+from genlm.core.model.members import ArrayLike, Members, checked_counts
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
 from genlm.core.rows.logits import invalid_rows
@@ -356,3 +358,6 @@ class Population(MemberScores):
             rows, torch.from_numpy(active), torch.arange(len(active), device="cpu")
         )
         return settings.draws_of_all(tuple(column.cpu() for column in columns))
+
+
+name_methods(Population, (MemberScores, MemberReductions, Members))

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import genlm
 from genlm.testing import TinyModel, families
 from genlm_vllm import forward_check
+from genlm_vllm.fallback_attention import check_fallback_attention
 
 from .traffic import largest_error, prompts
 
@@ -212,6 +214,17 @@ def test_attention_that_vllm_computes_otherwise_is_refused(
         pytest.raises(genlm.ModelLoadError, match=reason),
     ):
         genlm.load_model(model.path, "vllm", engine_opts=OPTIONS)
+
+
+def test_masks_are_refused_by_latent_attention() -> None:
+    """No model of the tests uses it: vLLM has implementations of all that have tiny models."""
+    check_fallback_attention()
+    check_fallback_attention()
+    attention = ALL_ATTENTION_FUNCTIONS["vllm_mla"]
+    assert not hasattr(attention.__wrapped__, "__wrapped__")
+    states = [torch.zeros(1, 1, 1, 4)] * 3
+    with pytest.raises(NotImplementedError, match="Linear passes a custom attention mask"):
+        attention(torch.nn.Linear(1, 1), *states, torch.zeros(1))
 
 
 @pytest.mark.parametrize(

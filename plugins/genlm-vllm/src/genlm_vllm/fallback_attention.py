@@ -17,19 +17,23 @@ _Attention = Callable[..., tuple[torch.Tensor, None]]
 
 
 def check_fallback_attention() -> None:
-    """Add checks to vLLM's attention function for transformers' models.
+    """Add checks to vLLM's attention functions for transformers' models.
 
     Must be called before a model is built. Further calls have no effect.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from vllm.model_executor.models.transformers import VLLM_ATTN_ATTR
 
-    attention: _Attention = ALL_ATTENTION_FUNCTIONS["vllm"]
-    if not hasattr(attention, "__wrapped__"):
-        ALL_ATTENTION_FUNCTIONS.register("vllm", _with_checks(attention, VLLM_ATTN_ATTR))
+    # That of latent attention computes the queries and keys itself.
+    for name, attribute in (("vllm", VLLM_ATTN_ATTR), ("vllm_mla", None)):
+        attention: _Attention = ALL_ATTENTION_FUNCTIONS[name]
+        if not hasattr(attention, "__wrapped__"):
+            ALL_ATTENTION_FUNCTIONS.register(name, _with_checks(attention, attribute))
 
 
-def _with_checks(attention: _Attention, attribute: str) -> _Attention:
+def _with_checks(attention: _Attention, attribute: str | None) -> _Attention:
+    """Return a function that refuses masks, and states unlike those of a layer's attribute."""
+
     @functools.wraps(attention)
     def checked(
         module: torch.nn.Module,
@@ -40,12 +44,14 @@ def _with_checks(attention: _Attention, attribute: str) -> _Attention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         name = type(module).__name__
-        layer: Any = getattr(module, attribute)
         if attention_mask is not None:
             raise NotImplementedError(
                 f"{name} passes a custom attention mask, which vLLM ignores; rows would be "
                 f"wrong. Use another engine"
             )
+        if attribute is None:
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        layer: Any = getattr(module, attribute)
         for kind, states, heads in (
             ("queries", query, layer.num_heads),
             ("keys", key, layer.num_kv_heads),

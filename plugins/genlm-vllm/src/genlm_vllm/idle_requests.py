@@ -12,7 +12,7 @@ from genlm_vllm.running_requests import ResidentRequest, Room, RunningRequests
 
 
 class IdleRequests:
-    """Ends idle requests, least recently used first, where others need their room.
+    """Ends idle requests where others need their room.
 
     A request is idle if no query in progress needs it.
 

@@ -2,8 +2,8 @@
 
 vLLM's scheduler skips a request without a next token. The request keeps its KV blocks and its
 place in the batch until the caller's token is appended to it. Further children of a request are
-forks: they share its full blocks, and vLLM's copy-on-write copies the last one. This is the
-only module that uses vLLM's scheduler and KV cache manager.
+forks: they share its full blocks, and vLLM's copy-on-write copies the last one. Except for a
+setting in `lifecycle`, this is the only module that uses vLLM's scheduler and KV cache manager.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class TokenTrie:
             live = np.flatnonzero(after.any(1))
             nodes, reached = children[live], after[live]
             own = self._own[nodes]
-            [ending] = own.nonzero()
+            ending = np.flatnonzero(own > 0)
             ranks = ranges(self._first_rank[nodes[ending]], own[ending])
             yield self._token_of[ranks], reached[ending].repeat(own[ending], axis=0)
 

@@ -69,10 +69,10 @@ def ranges(
         return np.empty(0, np.int64)
     ends = np.cumsum(counts)
     offsets = begins - ends + counts
-    # Adjacent ranges are one.
-    first = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 1))
-    sizes = np.diff(ends[first[1:] - 1], prepend=0, append=ends[-1])
-    indices: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(offsets[first], sizes)
+    # Adjacent ranges are one: few long runs are repeated faster than many short ones.
+    last = np.append(np.flatnonzero(offsets[1:] != offsets[:-1]), len(counts) - 1)
+    indices: npt.NDArray[np.int64] = offsets[last].repeat(np.diff(ends[last], prepend=0))
+    indices += np.arange(len(indices))
     return indices
 
 

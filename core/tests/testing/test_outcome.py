@@ -20,8 +20,9 @@ def read(tmp_path: Path, text: str) -> dict[str, str]:
 
 
 def test_each_line_has_an_id_and_a_reason_and_comments_are_left_out(tmp_path):
-    failures = read(tmp_path, "# why\n\na[b]: the reason: twice # said\n  c :x\n")
-    assert failures == {"a[b]": "the reason: twice", "c": "x"}
+    text = "# why\n\na[b]: the reason: twice # said\n  c :x\nd[C:\\model] :y\n"
+    expected = {"a[b]": "the reason: twice", "c": "x", "d[C:\\model]": "y"}
+    assert read(tmp_path, text) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,11 @@ def test_a_malformed_line_is_an_error_that_names_it(tmp_path, text, message):
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"no expected failures in .*nothing\.txt"):
         read_expected_failures(tmp_path / "nothing.txt")
+    (tmp_path / "latin.txt").write_bytes("check: für später".encode("latin-1"))
+    with pytest.raises(
+        ValueError, match=r"no expected failures in .*latin\.txt: 'utf-8' codec"
+    ):
+        read_expected_failures(tmp_path / "latin.txt")
 
 
 @pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])

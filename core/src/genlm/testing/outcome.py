@@ -9,6 +9,7 @@ its reason; `#` begins a comment:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +69,10 @@ class Outcome:
         return self
 
 
+_EXPECTED_FAILURE = re.compile(r"([^:\[]*(?:\[[^\]]*\])?)\s*:(.+)")
+"""An id, whose model may contain colons, and a reason."""
+
+
 def read_expected_failures(path: Path | None) -> dict[str, str]:
     """Read the reasons of expected failures by id of a check, or of a case: `check[model]`.
 
@@ -78,16 +83,17 @@ def read_expected_failures(path: Path | None) -> dict[str, str]:
         return {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"no expected failures in {path}: {error}") from error
     reasons: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        name, _, reason = (part.strip() for part in text.partition(":"))
-        if not reason:
+        match = _EXPECTED_FAILURE.fullmatch(text)
+        if match is None:
             raise ValueError(f"{path}:{number}: expected 'id: reason', found {text!r}")
+        name, reason = (part.strip() for part in match.groups())
         if name in reasons:
             raise ValueError(f"{path}:{number}: {name!r} is listed twice")
         reasons[name] = reason

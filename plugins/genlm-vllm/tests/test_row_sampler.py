@@ -16,7 +16,7 @@ import torch
 from recorded_streams import RecordedStreams
 
 from genlm.core.rows.reductions import TopK
-from genlm.plugin import Completion, EvaluationError, Reduced
+from genlm.plugin import Completion, EvaluationError, GroupResult, Reduced, TokenScores
 from genlm_vllm import worker as worker_module
 from genlm_vllm.messages import (
     TRANSPORT,
@@ -178,6 +178,19 @@ def test_results_for_another_process_are_divided_into_replies(
     assert list(map(len, replies)) == [limit] * (5 // limit) + [5 % limit] * bool(5 % limit)
     for completion in itertools.chain(*replies):
         assert torch.allclose(completion.result, expected(logits[completion.query_id]))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        torch.zeros(3, 4),
+        Reduced((torch.zeros(2, 4), 0.5, (torch.zeros(4),))),
+        GroupResult((torch.zeros(2, 4), torch.zeros(2, 2)), {1: ValueError()}),
+        TokenScores(torch.zeros(8), torch.zeros(8, dtype=torch.int16)),
+    ],
+)
+def test_the_size_of_a_reply_is_that_of_all_tensors(result: Any) -> None:
+    assert worker_module._tensor_bytes(Completion(1, result)) == 48
 
 
 # -- the second model runner ----------------------------------------------------------

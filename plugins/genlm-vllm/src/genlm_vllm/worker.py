@@ -23,7 +23,6 @@ from genlm.plugin import (
     Completion,
     EvaluationError,
     PackedCompletions,
-    Reduced,
     describe_error,
 )
 from genlm_vllm.cpu_packing import packing_again
@@ -104,11 +103,11 @@ def _returns_errors(method: Callable[..., Any]) -> Callable[..., tuple[str | Non
     return reply
 
 
-def _tensor_bytes(completion: Completion) -> int:
-    """Return the size of the tensors in a completion."""
-    result = completion.result
-    values = result.values if isinstance(result, Reduced) else (result,)
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+def _tensor_bytes(values: object) -> int:
+    """Return the size of the tensors in nested tuples, such as a completion."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    return sum(map(_tensor_bytes, values)) if isinstance(values, tuple) else 0
 
 
 class RowWorker:

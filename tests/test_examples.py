@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import genlm
+from genlm.constraints import Automaton
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STOP = 256
@@ -168,8 +169,8 @@ def test_answers_have_their_probabilities_given_the_format(llm, probability_of):
         "If the file": [" is", " does", " was"],
         "The list": [" is a", " has no"],
     }
-    patterns = {prompt: "|".join(texts) for prompt, texts in formats.items()}
-    found = answers(llm, patterns, 1000, seed=4)
+    languages = {prompt: Automaton.choice(texts) for prompt, texts in formats.items()}
+    found = answers(llm, languages, 1000, seed=4)
     for particles, (prompt, texts) in zip(found, formats.items(), strict=True):
         prompt_ids = tuple(llm.encode(prompt))
         exact = np.array([probability_of(prompt_ids, text.encode()) for text in texts])

@@ -45,6 +45,7 @@ class TokenTrie:
     Attributes:
         count: Number of tokens.
         single_bytes: Which bytes are tokens, shape `(256,)`.
+        repeated: Tokens with the bytes of an earlier token, and these earlier tokens.
     """
 
     def __init__(self, tokens: TextTokens) -> None:
@@ -53,12 +54,16 @@ class TokenTrie:
         self.count = first = layout.n_tokens
         self.single_bytes = np.zeros(256, np.bool_)
         self.single_bytes[[text[0] for text in texts if len(text) == 1]] = True
-        # The last byte of each prefix, its children, and the ranks of tokens that equal it.
+        # The last byte of each prefix, its children, and the token that equals it, or `count`.
         self._symbols = layout.symbol.astype(np.int32)
         self._children = layout.child_start.astype(np.int64) - first
-        self._first_rank = layout.lo[first:].astype(np.int64)
-        self._own = np.bincount(layout.parent[:first] - first, minlength=layout.n_prefixes)
-        self._token_of = layout.order.astype(np.int64)
+        self._child_counts = np.diff(self._children)
+        prefix_of = layout.parent[:first] - first
+        self._token_of = np.full(layout.n_prefixes, first)
+        self._token_of[prefix_of[::-1]] = np.arange(first)[::-1]
+        equal = self._token_of[prefix_of]
+        [repeated] = (equal != np.arange(first)).nonzero()
+        self.repeated = repeated, equal[repeated]
         # The letters of each token and `_NO_LETTER`; the last token stands for -1.
         self._lengths = np.array([*(len(text) or 1 for text in texts), 0])
         self._begins = (self._lengths + 1).cumsum() - self._lengths - 1
@@ -81,32 +86,33 @@ class TokenTrie:
     def walk(
         self, steps: TokenStates, states: Integers64
     ) -> Iterator[tuple[Integers64, TokenStates]]:
-        """Yield the tokens that can be written from some states, the shortest first.
+        """Yield the prefixes of tokens that some states allow, the shortest first.
 
         Args:
             steps: Successors of all states and letters, `DEAD` (0) for no successor.
             states: Shape `(n,)`.
 
         Returns:
-            Token ids, shape `(t,)`, and the state after each from each state, shape `(t, n)`.
+            For prefixes of tokens of one length, the token that equals each, or `count` if none
+            does, shape `(k,)`, and the state after it from each state, shape `(k, n)`.
         """
         flat, width = steps.reshape(-1), steps.shape[1]
         kind = np.min_scalar_type(-flat.size)
         nodes = np.array([len(self._symbols) - 1])  # the root
         reached = states[None].astype(steps.dtype)
         while nodes.size:
-            counts = self._children[nodes + 1] - self._children[nodes]
-            children = ranges(self._children[nodes], counts)
-            before = np.multiply(reached, width, dtype=kind).repeat(counts, axis=0)
+            last = np.append(np.flatnonzero(nodes[1:] - nodes[:-1] != 1), len(nodes) - 1)
+            first = np.append(0, last[:-1] + 1)  # of runs of adjacent nodes
+            begins, ends = self._children[nodes[first]], self._children[nodes[last] + 1]
+            children = ranges(begins, ends - begins)
+            before = np.multiply(reached, width, dtype=kind)
+            before = before.repeat(self._child_counts[nodes], axis=0)
             before += self._symbols[children][:, None]
-            after = flat.take(before)
-            # Most prefixes are dead in most states.
-            live = np.flatnonzero(after.any(1))
-            nodes, reached = children[live], after[live]
-            own = self._own[nodes]
-            ending = np.flatnonzero(own > 0)
-            ranks = ranges(self._first_rank[nodes[ending]], own[ending])
-            yield self._token_of[ranks], reached[ending].repeat(own[ending], axis=0)
+            nodes, reached = children, flat.take(before)
+            live = np.flatnonzero(reached.any(1))
+            if len(live) < len(nodes):  # most prefixes are dead in most states
+                nodes, reached = nodes[live], reached[live]
+            yield self._token_of[nodes], reached
 
 
 token_tries = PerVocabulary(
@@ -232,8 +238,8 @@ class TokenTable:
         edges = [np.empty((2, 0), np.int32)]
         for part in self._parts(states):
             is_reached = np.zeros((len(part), len(self._steps)), np.bool_)
-            for _, after in self._trie.walk(self._steps, part):
-                is_reached[np.arange(len(part)), after] = True
+            for token_ids, after in self._trie.walk(self._steps, part):
+                is_reached[np.arange(len(part)), after[token_ids < self.vocab_size]] = True
             sources, targets = is_reached.nonzero()
             edges.append(np.array([part[sources], targets], np.int32))
         sources, targets = np.concatenate(edges, axis=1)
@@ -247,12 +253,16 @@ class TokenTable:
             self._grow(rows, max(end, min(2 * len(rows.words), most)))
         can_end = self._resolved != DEAD
         for part in self._parts(states):
-            allowed = np.zeros((len(part), rows.words.shape[1] * 32), np.bool_)
+            size = self.vocab_size
+            allowed = np.zeros((len(part), rows.words.shape[1] * 32 + 32), np.bool_)
             for token_ids, after in self._trie.walk(self._steps, part):
                 allowed.T[token_ids] = can_end[after]
+            allowed[:, size:] = False
+            repeated, equal = self._trie.repeated
+            allowed.T[repeated] = allowed.T[equal]
             allowed.T[self._tokens.stop] = self._accepting[part]
             allowed[part < LIVE] = False
-            bits = np.packbits(allowed, axis=1, bitorder="little")
+            bits = np.packbits(allowed[:, :-32], axis=1, bitorder="little")
             rows.words[begin : begin + len(part)] = bits.view(np.int32)
             begin += len(part)
         rows.masks = RowMasks.of_bits(

@@ -386,7 +386,7 @@ def test_a_choice_of_too_many_states_is_refused(monkeypatch):
     monkeypatch.setattr(byte_automata, "MAX_STATES", 5)
     assert b"abcd" in Automaton.choice(["abcd", "bbcd"])  # 5 states
     with pytest.raises(ValueError, match="of 2 texts has more than 5 states"):
-        Automaton.choice(["abcd", "bbcc"])
+        Automaton.choice(["abcde", "bbcde"])  # 6 states
 
 
 def test_tokens_of_another_shape_are_refused(llm):

@@ -127,6 +127,22 @@ def test_members_follow_their_own_tokens_and_are_resampled(llm):
     assert not wrong.finished.any()
 
 
+def test_a_member_whose_text_ends_in_one_language_only_is_dead(llm):
+    class OneToken(NoTokenTwice):
+        def advance(self, token_ids: Any) -> OneToken:
+            return OneToken(self.allowed, self.finished | (torch.as_tensor(token_ids) >= 0))
+
+    class Single(TokensOnce):
+        def start(self, llm: Any, size: int, **options: Any) -> Constraint:
+            started: Any = super().start(llm, size, **options)
+            return OneToken(started.allowed, started.finished)
+
+    a = TOKENS.index(b"a")
+    after = (Single() & SHORT).start(llm, 3).advance([a, END, -1])
+    assert after.finished.tolist() == [False, True, False]
+    assert after.log_potential.tolist() == [-np.inf, 0, 0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_filter_draws_texts_of_both_languages(llm, case):
     language, conditions = CASES[case]

@@ -87,7 +87,10 @@ def test_rows_in_any_order_are_those_of_the_definition(
             row = expected[state - LIVE]
             goal = token_table.starts[state - LIVE] if token_id < 0 else row[token_id]
             assert after == [goal, DEAD, FINISHED, goal]
-        allowed = token_table.row_masks(members).factors(0, 4, CPU).numpy().astype(bool)
+        masks = token_table.row_masks(members)
+        bits = np.unpackbits(masks.bits(CPU)[0].numpy(), axis=1, bitorder="little")
+        assert not bits[:, len(texts) :].any()
+        allowed = masks.factors(0, 4, CPU).numpy().astype(bool)
         assert allowed[0].tolist() == [s != DEAD for s in expected[state - LIVE]]
         assert not allowed[1:3].any()
 

@@ -365,7 +365,7 @@ def test_the_tables_of_the_most_recently_used_stop_tokens_are_stored(llm):
     [
         (lambda: Automaton([[0]], [True]), r"\(1, 1\)"),
         (lambda: Automaton(np.full((1, 256), 1), [True]), "out of range"),
-        (lambda: Automaton.choice([]), "there are no texts"),
+        (lambda: Automaton.choice([]), "found an empty list of texts"),
     ],
 )
 def test_what_is_no_automaton_is_refused(make, message):

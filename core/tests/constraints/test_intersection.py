@@ -219,7 +219,7 @@ def test_what_cannot_be_intersected_is_refused(llm):
             started: Any = super().start(llm, size, **options)
             return Own(started.allowed, started.finished)
 
-    with pytest.raises(TypeError, match="Own has a method draw of its own"):
+    with pytest.raises(TypeError, match="Own overrides draw"):
         (BALANCED & Owner()).start(llm, 1)
     for language in (BALANCED, SHORT, Python(has_b)):
         with pytest.raises(TypeError, match="unsupported operand"):

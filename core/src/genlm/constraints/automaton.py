@@ -59,9 +59,9 @@ class Automaton(Language):
         date = Automaton.regex(r"\d{4}-\d\d-\d\d") & ~Automaton.regex(r".*-00.*")
         line = Automaton.choice(["start: ", "end: "]) + date
 
-    The automaton has a table for the tokens of a vocabulary: the successors and the packed mask
-    of each state, computed when a member first has the state. Tokens after which no text of the
-    language can be completed are not allowed.
+    For a vocabulary, the automaton has a table with the packed mask of each state, which is
+    computed when a member first has the state. Tokens after which no text of the language can
+    be completed are not allowed.
 
     Args:
         successors: Successors of all states and bytes, -1 for none, shape `(states, 256)`;
@@ -145,7 +145,7 @@ class Automaton(Language):
                 encoded as UTF-8.
 
         Raises:
-            ValueError: There are no texts, or their automaton has more than 100,000 states.
+            ValueError: `texts` is empty, or its automaton has more than 100,000 states.
                 Texts that begin alike or end alike share states.
             TypeError: A text is neither a string nor bytes.
         """
@@ -250,7 +250,7 @@ def utf8() -> Automaton:
 
 
 class _AutomatonConstraint(StateConstraint):
-    """Members whose states are rows of a shared table."""
+    """Members with states of a shared table."""
 
     def __init__(self, table: TokenTable, states: TokenStates) -> None:
         super().__init__(states, table.vocab_size)
@@ -258,7 +258,7 @@ class _AutomatonConstraint(StateConstraint):
         self._row_masks = RowMasks.deferred(lambda: table.row_masks(states), len(states))
 
     def _after(self, token_ids: Integers64, *, are_drawn: bool = False) -> _AutomatonConstraint:
-        """Look up the next states in the table."""
+        """Follow the bytes of the tokens in the table."""
         del are_drawn
         return _AutomatonConstraint(self.table, self.table.after(self.states, token_ids))
 

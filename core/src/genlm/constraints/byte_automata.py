@@ -78,11 +78,11 @@ def texts_table(texts: Iterable[bytes]) -> ByteTable:
     Finite-State Automata, 2000, section 3.
 
     Raises:
-        ValueError: There are no texts, or the automaton has more than `MAX_STATES` states.
+        ValueError: `texts` is empty, or the automaton has more than `MAX_STATES` states.
     """
     ordered = sorted({*texts})
     if not ordered:
-        raise ValueError("there are no texts; pass at least one")
+        raise ValueError("found an empty list of texts; pass at least one text")
     number_of: dict[tuple[int, ...], int] = {}  # of the complete states
     # The states of a text: whether each accepts, then its edges, a byte and a state each.
     path: list[list[int]] = [[False]]

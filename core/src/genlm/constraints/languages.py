@@ -69,8 +69,8 @@ class Language(ABC):
 class Intersection(Language):
     """The texts that two languages contain.
 
-    A token is allowed if both languages allow it. A text of one language that begins in this
-    way may have no continuation in the other: its particle then dies.
+    A token is allowed if both languages allow it. If no text of both languages continues the
+    text of a member, the mask of the member is empty, and its particle dies.
 
     Args:
         first: A language.
@@ -86,7 +86,7 @@ class Intersection(Language):
         """Return the constraint of `size` members; see `Language.start`.
 
         Raises:
-            ValueError: As `Language.start`; or there are no stop ids.
+            ValueError: As `Language.start`, or no token ends a text.
             TypeError: A language does not draw from its masks.
         """
         vocabulary = checked_model(llm).vocabulary
@@ -101,8 +101,8 @@ class Intersection(Language):
         for part in (first, second):
             if part._has_own_proposal:  # noqa: SLF001 - of the same package
                 raise TypeError(
-                    f"{type(part).__name__} has a method draw of its own, and intersections "
-                    f"draw from masks"
+                    f"{type(part).__name__} overrides draw, and the constraint of an "
+                    f"intersection draws from masks"
                 )
         return _IntersectionConstraint(first, second, vocabulary.size)
 

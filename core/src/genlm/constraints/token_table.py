@@ -251,17 +251,16 @@ class TokenTable:
         if end > len(rows.words):
             most = min(len(self._steps), MAX_ROW_BYTES // self._row_bytes)
             self._grow(rows, max(end, min(2 * len(rows.words), most)))
-        can_end = self._resolved != DEAD
+        can_end, size = self._resolved != DEAD, self.vocab_size
         for part in self._parts(states):
-            size = self.vocab_size
             allowed = np.zeros((len(part), rows.words.shape[1] * 32 + 32), np.bool_)
-            for token_ids, after in self._trie.walk(self._steps, part):
+            starts = np.where(part < LIVE, DEAD, part)
+            for token_ids, after in self._trie.walk(self._steps, starts):
                 allowed.T[token_ids] = can_end[after]
             allowed[:, size:] = False
             repeated, equal = self._trie.repeated
             allowed.T[repeated] = allowed.T[equal]
             allowed.T[self._tokens.stop] = self._accepting[part]
-            allowed[part < LIVE] = False
             bits = np.packbits(allowed[:, :-32], axis=1, bitorder="little")
             rows.words[begin : begin + len(part)] = bits.view(np.int32)
             begin += len(part)

@@ -120,7 +120,7 @@ def wait_for(future: concurrent.futures.Future[T]) -> T:
 
 def _ended_wait(error: TimeoutError) -> bool:
     """Whether an error is that of a wait, not that of a future or of a signal handler."""
-    # A function of its own: a variable with the traceback would keep the frames of all callers.
+    # In `wait_for`, the variable with the traceback would keep the frames of all callers.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

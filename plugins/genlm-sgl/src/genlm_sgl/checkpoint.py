@@ -45,14 +45,16 @@ class CheckpointBiases:
                 self._biases[name] = tensor.clone()
             yield name, tensor
 
-    def missing(self, model: torch.nn.Module, *, layers: int, dtype: torch.dtype) -> list[str]:
+    def missing(
+        self, vectors: Iterable[tuple[str, torch.Tensor]], *, layers: int, dtype: torch.dtype
+    ) -> list[str]:
         """Return the biases whose values are not in the loaded model.
 
         A model may store several biases as one and in another order. Further layers of the
         checkpoint are those of speculative decoding, which are not loaded.
 
         Args:
-            model: The model that SGLang built.
+            vectors: See `ServedModel.vectors`.
             layers: Number of layers in its config.
             dtype: The dtype of the model.
 
@@ -60,7 +62,7 @@ class CheckpointBiases:
             Names of the biases in the checkpoint.
         """
         loaded: dict[str | None, list[_Counts]] = {_layer(name): [] for name in self._biases}
-        for name, tensor in _vectors(model):
+        for name, tensor in vectors:
             if _layer(name) in loaded:
                 loaded[_layer(name)].append(_counts(tensor))
         return [
@@ -75,13 +77,6 @@ class CheckpointBiases:
 def _is_bias(name: str, tensor: torch.Tensor) -> bool:
     # In old checkpoints `attn.bias` is a causal mask of four dimensions.
     return name.endswith(".bias") and tensor.ndim == 1 and tensor.dtype in _DTYPES
-
-
-def _vectors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in tensors:
-            if tensor.ndim <= 1 or "bias" in name:
-                yield name, tensor
 
 
 def _layer(name: str) -> str | None:

@@ -109,7 +109,9 @@ class ModelCorrections:
 
     def _check_biases(self, served: ServedModel, facts: ModelFacts) -> None:
         layers = getattr(self._config, "num_hidden_layers", None)
-        missing = self._biases.missing(served.model, layers=layers or 2**31, dtype=served.dtype)
+        missing = self._biases.missing(
+            served.vectors(), layers=layers or 2**31, dtype=served.dtype
+        )
         bias = self._biases.output_bias
         if bias is not None:
             if any(getattr(self._config, name, None) for name in _POST_BIAS_SETTINGS):

@@ -49,7 +49,8 @@ from genlm_sgl.loading import (
     read_text_config,
     runs_on_cpu,
 )
-from genlm_sgl.model_runner import server_options
+from genlm_sgl.model_runner import configure, load_tokenizer, server_options
+from genlm_sgl.parallel import ParallelModel
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import check_version
@@ -138,10 +139,12 @@ class SGLEngine(PrefixEngine):
     ) -> tuple[Mapping[str, Any], ModelCorrections]:
         source = model_source(model)
         loading_stage("starting SGLang: weights, memory, kernels")
-        cpu = runs_on_cpu(requested)
+        cpu, ranks = runs_on_cpu(requested), requested.get("tp_size", 1)
+        checked_integer("engine_opts['tp_size']", ranks, 1)
         if cpu:
             check_imported_modules()
-        with preserve_process_state(**environment(cpu=cpu)), quiet(), _stubs(cpu=cpu):
+        variables = environment(cpu=cpu, ranks=ranks)
+        with preserve_process_state(**variables), quiet(), _stubs(cpu=cpu):
             supported = server_options()
             defaults = default_options(cpu=cpu)
             options = {name: value for name, value in defaults.items() if name in supported}
@@ -152,7 +155,13 @@ class SGLEngine(PrefixEngine):
                     options |= cpu_sizes(config, options)
                 corrections = ModelCorrections(config, options)
                 options = corrections.options | {"model_path": source}
-                self._served = ServedModel(options, gpu_id, corrections.on_load_weights)
+                runner = configure(options, 0, gpu_id)
+                self._tokenizer = load_tokenizer()
+                hook = corrections.on_load_weights
+                if ranks == 1:
+                    self._served = ServedModel(runner, hook)
+                else:
+                    self._served = ParallelModel(runner, hook, options, gpu_id)
             except ModelLoadError:
                 raise
             except Exception as error:
@@ -166,7 +175,7 @@ class SGLEngine(PrefixEngine):
         self.max_context = served.max_context
         corrections.check_loaded(served, unverified=unverified)
         self._corrections = ", ".join(corrections.names)
-        self.vocabulary = Vocabulary.from_tokenizer(served.tokenizer)
+        self.vocabulary = Vocabulary.from_tokenizer(self._tokenizer)
         adapters = Adapters(served)
         width = max(served.embedding_rows, self.vocabulary.size)
         self._why_decoded = self._prepare_scores(adapters, width)
@@ -275,6 +284,7 @@ class SGLEngine(PrefixEngine):
         return {
             "sglang": self._version,
             "device": self._served.device,
+            "ranks": self._served.ranks,
             "model_class": type(self._served.model).__name__,
             "corrections": self._corrections,
             "scores": f"decoded: {reason}" if reason else "in one pass",

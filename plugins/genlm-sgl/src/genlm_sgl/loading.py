@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 
-from genlm.plugin import ModelLoadError, cache_budget_bytes, describe_error, dtype_name
+from genlm.plugin import (
+    ModelLoadError,
+    cache_budget_bytes,
+    describe_error,
+    dtype_name,
+)
 
-_ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
+_ONE = ("dp_size", "pp_size", "attn_cp_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 
 _REFUSED = {
@@ -46,9 +54,29 @@ _REQUESTS_BYTES = 2**26
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
 
-def environment(*, cpu: bool) -> dict[str, str]:
-    """Return environment variables that SGLang reads when it is imported and built."""
-    return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
+def environment(*, cpu: bool, ranks: int = 1) -> dict[str, str]:
+    """Return environment variables that SGLang reads when it is imported and built.
+
+    Args:
+        cpu: Whether SGLang computes on the CPU.
+        ranks: Number of tensor-parallel ranks.
+    """
+    if not cpu:
+        return {}
+    variables = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if ranks > 1:
+        # SGLang refuses more ranks than NUMA nodes unless the cores of each rank are given, and
+        # ranks that measure different amounts of free memory.
+        cores = psutil.Process().cpu_affinity() or [0]
+        ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+        shares = [cores[first:end] or cores for first, end in itertools.pairwise(ends)]
+        bind = "|".join(",".join(map(str, share)) for share in shares)
+        defaults = {
+            "SGLANG_CPU_OMP_THREADS_BIND": bind,
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        }
+        variables |= {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return variables
 
 
 def check_imported_modules() -> None:
@@ -119,12 +147,12 @@ def checked_options(options: Mapping[str, Any], supported: frozenset[str]) -> di
             wrong, or the dtype is unknown.
         TypeError: SGLang does not have an option.
     """
-    for name in _ONE_PROCESS:
+    for name in _ONE:
         if options.get(name, 1) != 1:
             raise ValueError(
-                f"engine_opts[{name!r}] = {options[name]}: SGLang runs one process for each "
-                f"part of a model, and this engine runs in your process; use {name}=1, and "
-                f"several processes with gpu_id=0, 1, ... for several copies"
+                f"engine_opts[{name!r}] = {options[name]}: this engine supports only {name}=1; "
+                f"divide a model among GPUs by tp_size, and load copies of it in several "
+                f"processes with gpu_id=0, 1, ..."
             )
     for name in _MODEL_NAMES:
         if name in options:

@@ -1,4 +1,4 @@
-"""Construction of SGLang's model runner in this process."""
+"""Construction of SGLang's model runner in this process, for one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Weights = Iterator[tuple[str, Any]]
 
@@ -22,29 +22,37 @@ def server_options() -> frozenset[str]:
     return frozenset(inspect.signature(ServerArgs).parameters)
 
 
-def build_runner(
-    options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
-) -> tuple[Any, Any]:
-    """Build SGLang's model runner for a single rank, and load the tokenizer.
+class RunnerConfig(NamedTuple):
+    """Settings of a model runner.
+
+    Attributes:
+        arguments: SGLang's `ServerArgs`.
+        model_config: SGLang's `ModelConfig`.
+        gpu_id: Index of the rank's GPU.
+        port: Port in which the ranks find each other.
+    """
+
+    arguments: Any
+    model_config: Any
+    gpu_id: int
+    port: int
+
+
+def configure(options: Mapping[str, Any], rank: int, gpu_id: int) -> RunnerConfig:
+    """Publish SGLang's settings in this process.
 
     Args:
-        options: Arguments of `ServerArgs`.
-        gpu_id: Index of the GPU.
-        on_load_weights: Called when the model is built, before its weights are loaded.
-
-    Returns:
-        The `ModelRunner`, with its KV cache, and the tokenizer.
+        options: Arguments of `ServerArgs`, with `nccl_port` if there are several ranks.
+        rank: Tensor-parallel rank.
+        gpu_id: Index of the GPU of rank 0.
     """
     from sglang.srt import runtime_context
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
-    from sglang.srt.model_executor import model_runner
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     arguments = ServerArgs(**options)
     # SGLang's `PortArgs` would also create files for its other processes, and leave them.
@@ -52,20 +60,39 @@ def build_runner(
     # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
     # next model fails with an AssertionError.
     runtime_context.get_resources().expert_location_metadata = None
-    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
+    gpu_id += rank * arguments.gpu_id_step
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=gpu_id)
     runtime_context.publish(arguments, role="scheduler", ranks=ranks)
     for initialize in (
         *(initialize_moe_config, initialize_fp8_gemm_config),
         *(initialize_bf16_gemm_config, initialize_fp4_gemm_config),
     ):
         initialize()
-    config = ModelConfig.from_server_args(arguments)
+    model_config = ModelConfig.from_server_args(arguments)
+    return RunnerConfig(arguments, model_config, gpu_id, port)
+
+
+def build_runner(config: RunnerConfig, on_load_weights: LoadWeightsHook) -> Any:
+    """Build SGLang's model runner of one rank, at the same time as all other ranks.
+
+    Args:
+        config: The published settings.
+        on_load_weights: Called when the model is built, before its weights are loaded.
+
+    Returns:
+        The `ModelRunner`, with its KV cache.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_executor import model_runner
+
+    arguments, model_config, gpu_id, port = config
     device = runtime_context.get_device().device
     bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
-    bootstrap.init_layer_runtime(model_config=config)
+    bootstrap.init_layer_runtime(model_config=model_config)
     with _hook_weights(on_load_weights):
         runner: Any = model_runner.ModelRunner(
-            model_config=config,
+            model_config=model_config,
             mem_fraction_static=runtime_context.get_schedule().mem_fraction_static,
             gpu_id=gpu_id,
             nccl_port=port,
@@ -76,15 +103,22 @@ def build_runner(
     runner.init_cuda_graphs()
     if runner.token_to_kv_pool.post_capture_active:
         runner.post_capture_resize_kv_pool()
+    return runner
+
+
+def load_tokenizer() -> Any:
+    """Load the tokenizer of the model that was built last."""
+    from sglang.srt import runtime_context
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
     serving, model = runtime_context.get_serving(), runtime_context.get_model()
-    tokenizer = get_tokenizer(
+    return get_tokenizer(
         serving.tokenizer_path,
         tokenizer_mode=serving.tokenizer_mode,
         trust_remote_code=model.trust_remote_code,
         revision=model.revision,
         tokenizer_backend=serving.tokenizer_backend,
     )
-    return runner, tokenizer
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,21 +21,25 @@ import torch
 
 from genlm.plugin import EvaluationError, ModelLoadError, device_index
 from genlm.prefix import Segments, Slots, TokenBatch
-from genlm_sgl.model_runner import LoadWeightsHook, build_runner, destroy_process_groups
+from genlm_sgl.model_runner import (
+    LoadWeightsHook,
+    RunnerConfig,
+    build_runner,
+    destroy_process_groups,
+)
 
 Integers = npt.NDArray[np.int64]
 
 
 class ServedModel:
-    """A model that SGLang has loaded, and its KV cache.
+    """A model that SGLang has loaded, or one rank of it, and its KV cache.
 
     Args:
-        options: Arguments of `ServerArgs`.
-        gpu_id: Index of the GPU.
+        config: The published settings.
         on_load_weights: Called when the model is built, before its weights are loaded.
 
     Attributes:
-        tokenizer: The model's tokenizer as loaded by SGLang.
+        ranks: Number of tensor-parallel ranks, which compute every pass at the same time.
         output_bias: Bias that is added to the logits of each pass; None for no bias.
 
     Raises:
@@ -42,15 +47,15 @@ class ServedModel:
         Exception: Any error of SGLang, after its process groups are destroyed.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
-    ) -> None:
+    def __init__(self, config: RunnerConfig, on_load_weights: LoadWeightsHook) -> None:
+        arguments = config.arguments
         self._memory_mode: Callable[[], contextlib.AbstractContextManager[object]]
         self._memory_mode = contextlib.nullcontext
-        if options.get("enable_lora") and options.get("device") == "cpu":
+        if arguments.enable_lora and arguments.device == "cpu":
             from genlm_sgl.cpu.stubs import Unpinned
 
             self._memory_mode = Unpinned
+        self.ranks = int(arguments.tp_size)
         self.output_bias: torch.Tensor | None = None
         self._logit_places: Integers | None = None  # of the running pass
         self._logits: list[torch.Tensor] = []
@@ -58,7 +63,7 @@ class ServedModel:
         self._trunk_rows = 0
         try:
             with self._memory_mode():
-                self._runner, self.tokenizer = build_runner(options, gpu_id, on_load_weights)
+                self._runner = build_runner(config, on_load_weights)
             self._check_slots()
         except BaseException:
             destroy_process_groups()
@@ -180,13 +185,23 @@ class ServedModel:
             slots: The slots after the trunk, shape `(d, longest)`; entries after the end of a
                 sequence are ignored.
         """
-        begin, count = len(trunk), len(slots)
+        count = len(slots)
+        if trunk is not self._trunk or count > self._trunk_rows:
+            self.write_slots(trunk[None].astype(np.int32), count, begin=0)
+            self._trunk, self._trunk_rows = trunk, count
+        self.write_slots(slots, count, begin=len(trunk))
+
+    def write_slots(self, slots: npt.NDArray[np.int32], count: int, begin: int) -> None:
+        """Write slots to the first `count` rows of the table, from position `begin` on.
+
+        Args:
+            slots: Shape `(count, n)`, or `(1, n)` for the same slots in each row.
+            count: Number of rows.
+            begin: Position of the first slot.
+        """
         with torch.inference_mode():
-            if trunk is not self._trunk or count > self._trunk_rows:
-                shared = self._to_device(trunk.astype(np.int32))
-                self._table[1 : count + 1, :begin] = shared
-                self._trunk, self._trunk_rows = trunk, count
-            self._table[1 : count + 1, begin : begin + slots.shape[1]] = self._to_device(slots)
+            end = begin + slots.shape[1]
+            self._table[1 : count + 1, begin:end] = self._to_device(slots)
 
     def decode(
         self,
@@ -211,10 +226,8 @@ class ServedModel:
         Returns:
             Logits after each token, shape `(n, width)`.
         """
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-        return self._run(
-            ForwardMode.DECODE, tokens, positions + 1, writes, rows, adapter_id=adapter_id
+        return self.run_pass(
+            "DECODE", tokens, positions + 1, writes, rows, adapter_id=adapter_id
         )
 
     def extend(
@@ -237,45 +250,53 @@ class ServedModel:
         Returns:
             Logits after these tokens, shape `(n, width)`.
         """
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
         pasts, counts, tokens = (
             batch.positions[segments.firsts],
             segments.counts,
             segments.tokens,
         )
-        self._logit_places = places
-        try:
-            logits = self._run(
-                ForwardMode.EXTEND,
-                batch.tokens[tokens],
-                pasts + counts,
-                batch.writes[tokens],
-                np.arange(len(counts)),
-                adapter_id=adapter_id,
-                prefix_lens=pasts.tolist(),
-                extend_lens=counts.tolist(),
-                extend_num_tokens=len(tokens),
-            )
-            # The hook of `read_hidden_states` has computed the logits of the places.
-            return logits if places is None else self._logits.pop()
-        finally:
-            self._logit_places = None
-            self._logits.clear()
+        return self.run_pass(
+            "EXTEND",
+            batch.tokens[tokens],
+            pasts + counts,
+            batch.writes[tokens],
+            np.arange(len(counts)),
+            adapter_id=adapter_id,
+            places=places,
+            prefix_lens=pasts.tolist(),
+            extend_lens=counts.tolist(),
+            extend_num_tokens=len(tokens),
+        )
 
-    def _run(
+    def run_pass(
         self,
-        mode: Any,
+        mode: str,
         tokens: Integers,
         lengths: Integers,
         writes: Slots,
         rows: Integers,
         *,
         adapter_id: str | None,
+        places: Integers | None = None,
         **extend: Any,
     ) -> torch.Tensor:
+        """Run SGLang's model.
+
+        Args:
+            mode: `"DECODE"` or `"EXTEND"`.
+            tokens: New tokens.
+            lengths: Length of each sequence with its new tokens.
+            writes: Slots of the keys and values of new tokens.
+            rows: Row of each sequence.
+            adapter_id: As in `decode`.
+            places: As in `extend`.
+            **extend: Arguments of SGLang's `ScheduleBatch` in an extend.
+
+        Returns:
+            Logits, shape `(n, width)`.
+        """
         from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         runner, count = self._runner, len(rows)
@@ -287,7 +308,7 @@ class ServedModel:
             extend_end=0,
             full_untruncated_fill_ids=(),
         )
-        with torch.inference_mode(), self._memory_mode():
+        with torch.inference_mode(), self._memory_mode(), self._requesting(places):
             lengths_cpu = torch.from_numpy(lengths)
             lengths_on_device = self._to_device(lengths)
             rows_cpu = torch.from_numpy(rows + 1)  # SGLang pads passes with row 0
@@ -298,7 +319,7 @@ class ServedModel:
                 model_config=runner.model_config,
                 device=runner.device,
                 spec_algorithm=SpeculativeAlgorithm.NONE,
-                forward_mode=mode,
+                forward_mode=ForwardMode[mode],
                 input_ids=self._to_device(tokens),
                 req_pool_indices=self._to_device(rows + 1),
                 req_pool_indices_cpu=rows_cpu,
@@ -313,10 +334,22 @@ class ServedModel:
                 batch, runner, return_hidden_states_before_norm=False
             )
             output = runner.forward(forward_batch)
+            if places is not None:  # the hook of `read_hidden_states` computed the logits
+                return self._logits.pop()
             logits = self._add_output_bias(output.logits_output.next_token_logits)
             if self._device.type != "cpu":  # logits may be the output buffer of a graph
                 logits = logits.clone()
         return logits
+
+    @contextlib.contextmanager
+    def _requesting(self, places: Integers | None) -> Iterator[None]:
+        """Make the hook of `read_hidden_states` compute the logits of `places`."""
+        self._logit_places = places
+        try:
+            yield
+        finally:
+            self._logit_places = None
+            self._logits.clear()
 
     def _add_output_bias(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.output_bias is None else logits + self.output_bias
@@ -377,6 +410,15 @@ class ServedModel:
         processor.register_forward_pre_hook(compute_logits, with_kwargs=True)
 
     # -- weights ----------------------------------------------------------------------
+
+    def vectors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return copies of the biases and other vectors of the model by name, on the CPU."""
+        tensors = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        return [
+            (name, tensor.detach().float().cpu())
+            for name, tensor in tensors
+            if tensor.ndim <= 1 or "bias" in name
+        ]
 
     def require_loadable(self) -> None:
         """Raise `ValueError` for a quantised model, whose weights cannot be replaced."""

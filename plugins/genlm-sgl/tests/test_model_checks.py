@@ -237,7 +237,7 @@ def test_what_a_checkpoint_brings_is_looked_for_in_its_layer_in_any_order() -> N
     }
     biases = CheckpointBiases()
     assert dict(biases.record(weights.items())) == weights
-    missing = biases.missing(module, layers=1, dtype=torch.float32)
+    missing = biases.missing(module.named_parameters(), layers=1, dtype=torch.float32)
     assert missing == ["layers.0.thrice.bias", "layers.0.other.bias"]
 
 

@@ -90,8 +90,8 @@ class SGLEngine(PrefixEngine):
         MissingRequirementError: The installed version of SGLang is not supported.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
         TypeError: SGLang does not have an option, or `gpu_id` is not an integer.
-        ValueError: An option is set by the engine, or requires other processes, `gpu_id` is
-            negative, or `unverified` has another value.
+        ValueError: An option is set by the engine or not supported, `gpu_id` is negative, or
+            `unverified` has another value.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -260,7 +260,17 @@ class SGLEngine(PrefixEngine):
 
     @property
     def model(self) -> Any:
-        """The model as a torch module; read-only."""
+        """The model as a torch module; read-only.
+
+        Raises:
+            RuntimeError: The model has several ranks.
+        """
+        ranks = self._served.ranks
+        if ranks > 1:
+            raise RuntimeError(
+                f"the weights are divided among {ranks} ranks, of which this process is one; "
+                f"pass tensors by name to update_weights"
+            )
         return self._served.model
 
     def add_adapter(self, name: str, path: str) -> None:

@@ -20,7 +20,7 @@ from genlm.plugin import (
     dtype_name,
 )
 
-_ONE = ("dp_size", "pp_size", "attn_cp_size", "nnodes")
+_ONE = ("dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 
 _REFUSED = {
@@ -61,10 +61,14 @@ def environment(*, cpu: bool, ranks: int = 1) -> dict[str, str]:
         cpu: Whether SGLang computes on the CPU.
         ranks: Number of tensor-parallel ranks.
     """
-    if not cpu:
-        return {}
-    variables = {"SGLANG_USE_CPU_ENGINE": "1"}
-    if ranks > 1:
+    variables = {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
+    if ranks == 1:
+        return variables
+    # Only SGLang's scheduler uses it. The garbage collector closes its sockets, and would wait
+    # without end for processes that have ended.
+    variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
+    defaults: dict[str, str] = {}
+    if cpu:
         # SGLang refuses more ranks than NUMA nodes unless the cores of each rank are given, and
         # ranks that measure different amounts of free memory.
         cores = psutil.Process().cpu_affinity() or [0]
@@ -75,8 +79,7 @@ def environment(*, cpu: bool, ranks: int = 1) -> dict[str, str]:
             "SGLANG_CPU_OMP_THREADS_BIND": bind,
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         }
-        variables |= {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return variables
+    return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def check_imported_modules() -> None:

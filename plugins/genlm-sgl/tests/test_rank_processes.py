@@ -1,0 +1,119 @@
+"""Processes of tensor-parallel ranks: how models are corrected there, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from genlm import EngineDiedError, ModelLoadError
+from genlm.testing import Family, TinyModel, families
+from genlm_sgl import parallel
+from genlm_sgl.conformance import TinyLlama
+from genlm_sgl.engine import SGLEngine
+from genlm_sgl.served_model import ServedModel
+
+from .driving import TOLERANCE, answers, prompts_of
+from .particles import served
+from .ranks import PARALLEL, children
+
+
+@pytest.mark.parametrize("name", ["mistral with a window of 16", "qwen2"])
+@pytest.mark.filterwarnings("ignore::genlm.UnverifiedModelWarning")
+def test_all_ranks_are_corrected(tmp_path: Path, name: str) -> None:
+    base = families()[name]
+    settings = {**base.settings, "num_key_value_heads": 2, "num_attention_heads": 4}
+    family = Family(name, base.model_type, settings, base.hidden_size, False)
+    model = TinyModel.of(tmp_path, family)
+    engine = SGLEngine(model.path, engine_opts={"device": "cpu", **PARALLEL})
+    try:
+        prompts = prompts_of(50, 17, 3)
+        for prompt, row in zip(prompts, answers(engine, prompts), strict=True):
+            assert float((row - model.logprobs(prompt)).abs().max()) <= TOLERANCE
+    finally:
+        engine.close()
+
+
+# -- ends of processes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("during_a_pass", [False, True])
+def test_a_rank_that_ends_ends_the_engine(
+    tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, during_a_pass: bool
+) -> None:
+    with served(tiny, **PARALLEL) as llm:
+        [link] = llm.engine._served._ranks._links
+        run_pass = ServedModel.run_pass
+
+        def kill_and_run(self: ServedModel, *arguments: Any, **named: Any) -> torch.Tensor:
+            link.process.kill()
+            return run_pass(self, *arguments, **named)
+
+        if during_a_pass:
+            monkeypatch.setattr(ServedModel, "run_pass", kill_and_run)
+        else:
+            link.process.kill()
+            link.process.wait()
+        for _ in range(2):
+            with pytest.raises(
+                EngineDiedError, match=r"rank 1 .* exit code -9; load the model"
+            ):
+                llm.batch_next_token_logprobs_sync(prompts_of(4, 30))
+    assert not children()
+
+
+def test_ranks_that_are_out_of_step_end(
+    tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise ValueError("only here")
+
+    with served(tiny, **PARALLEL) as llm:
+        monkeypatch.setattr(parallel, "_GRACE_S", 1.0)
+        monkeypatch.setattr(ServedModel, "run_pass", fail)
+        with pytest.raises(EngineDiedError, match=r"rank 1 of SGLang does not reply; load"):
+            llm.next_token_logprobs_sync(prompts_of(4)[0])
+        assert not any(child.is_running() for child in children())
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_process(
+    tiny: TinyLlama, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(tiny.path) / name).read_bytes())
+    with pytest.raises(ModelLoadError, match="Cannot find any model weights"):
+        SGLEngine(tmp_path, engine_opts={"device": "cpu", **PARALLEL})
+    assert not children()
+
+
+_KILLED = """
+import os, signal, sys
+import psutil
+from genlm_sgl.engine import SGLEngine
+
+options = {"device": "cpu", "tp_size": 2, "max_total_tokens": 64}
+engine = SGLEngine(sys.argv[1], engine_opts=options)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_end_with_the_process_of_the_engine(tiny: TinyLlama) -> None:
+    program = subprocess.run(
+        [sys.executable, "-c", _KILLED, tiny.path],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in program.stdout.split()]
+    assert len(pids) == 1
+    while any(psutil.pid_exists(pid) for pid in pids):
+        time.sleep(0.1)  # the test's time limit ends this loop

@@ -12,6 +12,9 @@ PARALLEL: dict[str, Any] = {
     "max_running_requests": 16,
 }
 
+ENDED = r"rank 1 of SGLang ended with exit code -9; load the model again"
+"""Error of requests after the process of rank 1 was killed."""
+
 
 def children() -> list[psutil.Process]:
     """Return the processes of the ranks after rank 0."""

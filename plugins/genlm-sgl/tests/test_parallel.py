@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from population_programs import run_population_programs
 
 import genlm
-from genlm import EvaluationError
+from genlm import EngineDiedError, EvaluationError
 from genlm_sgl.conformance import TinyLlama
 
 from .driving import TOLERANCE, prompts_of
 from .particles import served, slots_used
-from .ranks import PARALLEL, children
+from .ranks import ENDED, PARALLEL, children
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +62,20 @@ def test_interrupts_do_not_end_the_ranks(llm: genlm.AsyncLM, tiny: TinyLlama) ->
     check(llm, tiny)
 
 
-def test_a_rank_that_raises_fails_one_request(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
-    ranks = llm.engine._served._ranks
+def test_errors_of_ranks_leave_the_engine_usable(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    def fail_on_rank_1(engine: Any) -> None:
+        engine._served._ranks.run("absent")
+
+    def fail_on_all_ranks(engine: Any) -> None:
+        one = np.ones(1, np.int64)
+        engine._served.decode(one, one, one, one, "an absent adapter")
+
     with pytest.raises(
         EvaluationError, match=r"rank 1 of SGLang raised AttributeError.*absent"
     ):
-        llm.update_weights(lambda _: ranks.run("absent"))
+        llm.update_weights(fail_on_rank_1)
+    with pytest.raises(AssertionError):
+        llm.update_weights(fail_on_all_ranks)
     check(llm, tiny)
 
 
@@ -80,3 +89,12 @@ def test_all_ranks_replace_the_weights(llm: genlm.AsyncLM, tmp_path: Path) -> No
 def test_the_weights_of_rank_0_are_not_the_model(llm: genlm.AsyncLM) -> None:
     with pytest.raises(RuntimeError, match=r"divided among 2 ranks.*update_weights"):
         _ = llm.engine.model
+
+
+def test_a_rank_that_ends_ends_the_engine(llm: genlm.AsyncLM) -> None:
+    # The last test of this module, whose engine it ends.
+    [child] = children()
+    child.kill()
+    for _ in range(2):
+        with pytest.raises(EngineDiedError, match=ENDED):
+            llm.batch_next_token_logprobs_sync(prompts_of(4, 30))

@@ -79,7 +79,7 @@ class SGLEngine(PrefixEngine):
     Args:
         model: A folder, a hub id, or `"demo"` for the small model of genlm-hf, if installed.
         engine_opts: Arguments of SGLang's `ServerArgs`.
-        gpu_id: Index of the GPU, on machines with GPUs.
+        gpu_id: Index of the GPU, on machines with GPUs; of the first one with `tp_size`.
         unverified: Whether to `"warn"` of or to `"refuse"` a model of a family whose rows were
             not compared with an unbatched forward pass.
 

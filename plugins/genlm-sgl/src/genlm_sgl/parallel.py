@@ -39,6 +39,9 @@ from genlm_sgl.served_model import ServedModel
 _GRACE_S = 30.0
 """Seconds after which ranks of which one has raised an error are taken to be out of step."""
 
+_ENDED = pickle.dumps(None)
+"""Message to a rank that has raised an error: rank 0 has ended the method as well."""
+
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -76,13 +79,6 @@ class _Link(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     connection: Connection
-
-    def send(self, message: Any) -> None:
-        # Plain pickles, because `Connection.send` passes tensors by torch's shared memory.
-        self.connection.send_bytes(pickle.dumps(message))
-
-    def receive(self) -> Any:
-        return pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own process
 
 
 class RankProcesses:
@@ -157,9 +153,11 @@ class RankProcesses:
         """
         if self._failure is not None:
             raise EngineDiedError(self._failure)
+        # Plain pickles, because `Connection.send` passes tensors by torch's shared memory.
+        data = pickle.dumps(message)
         for link in self._links:
             try:
-                link.send(message)
+                link.connection.send_bytes(data)
             except OSError:
                 self._fail(link)
 
@@ -175,9 +173,9 @@ class RankProcesses:
             try:
                 if not link.connection.poll(timeout_s):
                     self._fail(link)
-                reply = link.receive()
+                reply = pickle.loads(link.connection.recv_bytes())  # noqa: S301 - our own process
                 if reply.error is not None:
-                    link.send(None)  # rank 0 has ended the method as well
+                    link.connection.send_bytes(_ENDED)
             except (EOFError, OSError):
                 self._fail(link, reply.error)
             replies.append(reply)
@@ -388,12 +386,14 @@ def _receive(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
     A separate thread receives them, because a rank whose peers have ended may wait for them in
     a pass without end.
     """
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)
-        messages.put(pickle.loads(message))  # noqa: S301 - our own process
+    try:
+        while True:
+            messages.put(pickle.loads(connection.recv_bytes()))  # noqa: S301 - from rank 0
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - the process ends
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _serve(connection: Connection, messages: queue.SimpleQueue[Any], rank: int) -> NoReturn:

@@ -228,12 +228,14 @@ def write_line(results: Path, row: Mapping[str, Any]) -> None:
 # -- all of them ----------------------------------------------------------------------------
 
 
-def measure_all(backend: str, names: Sequence[str], results: Path, timeout_s: float) -> None:
+def measure_all(
+    backend: str, names: Sequence[str], results: Path, timeout_s: float, ranks: int = 1
+) -> None:
     """Measure what `results` lacks, in processes that may crash or hang."""
     engine = ENGINES[backend]
     while pending := [name for name in names if name not in measured(results)]:
         chunk = pending[: engine.per_process]
-        why = run_process(backend, chunk, results, timeout_s)
+        why = run_process(backend, chunk, results, timeout_s, ranks)
         missing = [name for name in chunk if name not in measured(results)]
         if missing:
             result = {"status": "fails", "error": None, "reason": why, "statistics": {}}
@@ -243,9 +245,12 @@ def measure_all(backend: str, names: Sequence[str], results: Path, timeout_s: fl
             print(f"{name}: {row['status']} {row['error']} {row['reason'][:150]}", flush=True)
 
 
-def run_process(backend: str, names: Sequence[str], results: Path, timeout_s: float) -> str:
+def run_process(
+    backend: str, names: Sequence[str], results: Path, timeout_s: float, ranks: int
+) -> str:
     """Measure in a process; returns how it ended, if it did before its work."""
     command = [sys.executable, __file__, "--backend", backend, "--results", str(results)]
+    command += ["--ranks", str(ranks)]
     try:
         done = subprocess.run(
             [*command, *(part for name in names for part in ("--only", name))],
@@ -357,31 +362,38 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="keep what was measured")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a family")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="`tp_size` of SGLang; print, write nothing"
+    )
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    backend = arguments.backend
+    backend, ranks = arguments.backend, arguments.ranks
+    if ranks > 1:
+        ENGINES[backend].options["engine_opts"]["tp_size"] = ranks
     if arguments.results:
         measure(backend, arguments.only, arguments.results)
         return
     listed = families(ENGINES[backend].head_dim)
-    if arguments.only:
+    if arguments.only or ranks > 1:
+        names = arguments.only or list(listed)
         with tempfile.TemporaryDirectory() as folder:
-            measure_all(backend, arguments.only, Path(folder) / "rows", arguments.timeout)
+            rows = Path(folder) / "rows"
+            measure_all(backend, names, rows, arguments.timeout, ranks)
         return
     results = ROOT / ".cache" / "architectures" / f"{backend}.jsonl"
     results.parent.mkdir(parents=True, exist_ok=True)
     if not arguments.resume:
         results.unlink(missing_ok=True)
     measure_all(backend, list(listed), results, arguments.timeout)
-    rows = measured(results)
+    found = measured(results)
     page = ROOT / "docs" / f"{backend}-architectures.md"
-    page.write_text(table(backend, listed, rows), "utf-8")
+    page.write_text(table(backend, listed, found), "utf-8")
     file, content = (
         ("verified.json", verified)
         if ENGINES[backend].reads_list
         else ("execution_paths.json", execution_paths)
     )
-    text = json.dumps(content(backend, rows), indent=1)
+    text = json.dumps(content(backend, found), indent=1)
     (package_folder(backend) / file).write_text(text + "\n", "utf-8")
 
 

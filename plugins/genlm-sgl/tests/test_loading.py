@@ -19,6 +19,7 @@ from genlm_sgl.loading import (
     checked_options,
     cpu_running_requests,
     cpu_token_capacity,
+    environment,
     read_text_config,
     runs_on_cpu,
 )
@@ -109,6 +110,39 @@ def test_a_machine_with_any_accelerator_computes_on_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # such as an XPU
     assert not runs_on_cpu({})
     assert runs_on_cpu({"device": "cpu"})
+
+
+def test_every_rank_has_cores_of_its_own_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cores(ranks: int) -> str:
+        return environment(cpu=True, options={"tp_size": ranks})["SGLANG_CPU_OMP_THREADS_BIND"]
+
+    monkeypatch.setattr("psutil.Process.cpu_affinity", lambda _: [0, 1, 4, 5, 6])
+    assert cores(2) == "0,1|4,5,6"
+    assert cores(5) == "0|1|4|5|6"
+    monkeypatch.setattr("psutil.Process.cpu_affinity", lambda _: [3])
+    assert cores(2) == "3|3"
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-15|16-31")
+    assert cores(2) == "0-15|16-31"
+    assert environment(cpu=True) == {"SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def test_variables_of_nccl_are_those_of_sglangs_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def values(**options: Any) -> list[str]:
+        variables = environment(cpu=False, options={"tp_size": 2, **options})
+        return [variables[name] for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")]
+
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert values() == ["0", "0"]
+    assert values(enable_nccl_nvls=True) == ["0", "1"]
+    assert values(enable_symm_mem=True) == ["1", "1"]
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert values() == ["1", "0"]
+    assert environment(cpu=False) == {}
 
 
 def test_dtypes_are_spelled_as_sglang_does() -> None:

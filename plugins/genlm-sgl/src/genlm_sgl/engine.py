@@ -143,7 +143,7 @@ class SGLEngine(PrefixEngine):
         checked_integer("engine_opts['tp_size']", ranks, 1)
         if cpu:
             check_imported_modules()
-        variables = environment(cpu=cpu, ranks=ranks)
+        variables = environment(cpu=cpu, options=requested)
         with preserve_process_state(**variables), quiet(), _stubs(cpu=cpu):
             supported = server_options()
             defaults = default_options(cpu=cpu)

@@ -54,20 +54,21 @@ _REQUESTS_BYTES = 2**26
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
 
-def environment(*, cpu: bool, ranks: int = 1) -> dict[str, str]:
-    """Return environment variables that SGLang reads when it is imported and built.
+def environment(*, cpu: bool, options: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return environment variables that SGLang and NCCL read when a model is built.
 
     Args:
         cpu: Whether SGLang computes on the CPU.
-        ranks: Number of tensor-parallel ranks.
+        options: Arguments of `ServerArgs`.
     """
     variables = {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
+    options = options or {}
+    ranks = options.get("tp_size", 1)
     if ranks == 1:
         return variables
     # Only SGLang's scheduler uses it. The garbage collector closes its sockets, and would wait
     # without end for processes that have ended.
     variables["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
-    defaults: dict[str, str] = {}
     if cpu:
         # SGLang refuses more ranks than NUMA nodes unless the cores of each rank are given, and
         # ranks that measure different amounts of free memory.
@@ -78,6 +79,13 @@ def environment(*, cpu: bool, ranks: int = 1) -> dict[str, str]:
         defaults = {
             "SGLANG_CPU_OMP_THREADS_BIND": bind,
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        }
+    else:  # as SGLang's launcher sets them
+        has_symmetric_memory = bool(options.get("enable_symm_mem"))
+        has_nvls = has_symmetric_memory or bool(options.get("enable_nccl_nvls"))
+        defaults = {
+            "NCCL_CUMEM_ENABLE": str(int(has_symmetric_memory)),
+            "NCCL_NVLS_ENABLE": str(int(has_nvls)),
         }
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import genlm
-from genlm.constraints import Automaton
+from genlm.constraints import Automaton, byte_automata
 from genlm.constraints import token_table as token_table_module
 from genlm.constraints.byte_automata import NO_STATE, ByteTable, minimise
 from genlm.constraints.states import DEAD, FINISHED, LIVE
@@ -96,7 +96,7 @@ def test_rows_in_any_order_are_those_of_the_definition(
 
 
 def test_rows_are_computed_for_the_states_that_members_have() -> None:
-    language = Automaton.regex(r"[ab]{40}")
+    language = Automaton.regex(r"a[ab]{40}")
     with genlm.AsyncLM(SmallEngine) as llm:
         constraint = language.start(llm, 3)
         assert len(constraint.masks()[0]) == 3  # with those of dead and finished
@@ -106,12 +106,72 @@ def test_rows_are_computed_for_the_states_that_members_have() -> None:
 
 
 def chain_table(count: int) -> tuple[ByteTable, TextTokens]:
-    """An automaton whose states form a chain, and its tokens."""
+    """An automaton whose states form a chain and have different masks, and its tokens."""
+    letters = b"abcdef"
     successors = np.full((count, 256), NO_STATE)
-    successors[:-1, ord("a")] = np.arange(1, count)
-    successors[:-1, ord("b")] = np.arange(1, count)
+    for state in range(count - 1):
+        for bit, letter in enumerate(letters):
+            if (state + 1) >> bit & 1:
+                successors[state, letter] = state + 1
     table = ByteTable(successors, np.arange(count) == count - 1)
-    return table, tokens_of([b"a", b"b", b"ab"], [])
+    return table, tokens_of([*(bytes([letter]) for letter in letters), b"ab"], [])
+
+
+def repetition_table() -> tuple[ByteTable, TextTokens]:
+    """An automaton of texts of 60 letters, and tokens of up to three letters."""
+    successors = np.full((61, 256), NO_STATE)
+    successors[:-1, [ord("a"), ord("b")]] = np.arange(1, 61)[:, None]
+    tokens = tokens_of([b"a", b"b", b"aa", b"bab", b""], [4])
+    return ByteTable(successors, np.arange(61) >= 59), tokens
+
+
+@pytest.mark.parametrize("have_equal_hashes", [False, True])
+def test_states_with_equal_masks_share_one(
+    monkeypatch: pytest.MonkeyPatch, have_equal_hashes: bool
+) -> None:
+    if have_equal_hashes:  # then each state has a mask of its own
+        monkeypatch.setattr(byte_automata, "_FACTORS", np.zeros(257, np.int64))
+    table, tokens = repetition_table()
+    token_table = TokenTable(table, tokens, TokenTrie(tokens))
+    masks = token_table.row_masks(LIVE + np.arange(61))
+    allowed = masks.factors(0, 61, CPU).numpy().astype(bool)
+    for row, expected in zip(allowed, expected_rows(table, tokens), strict=True):
+        assert row.tolist() == [state != DEAD for state in expected]
+    # Those of the dead and the finished state; more than 2 letters remain; 2, 1, 0 letters.
+    assert len(masks.bits(CPU)[0]) == (63 if have_equal_hashes else 6)
+
+
+def test_a_state_that_allows_every_token_differs_from_the_finished_state() -> None:
+    tokens = tokens_of([b"a", b"bc", b""], [2])
+    table = ByteTable(np.repeat([[1], [0]], 256, axis=1), np.array([False, True]))
+    masks = TokenTable(table, tokens, TokenTrie(tokens)).row_masks(np.array([2, 3, FINISHED]))
+    assert masks.factors(0, 3, CPU).tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
+
+
+def test_tokens_are_followed_only_where_bytes_do_not_suffice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[int] = []
+    token_edges = TokenTable._token_edges
+
+    def record(self: TokenTable, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        followed.extend(states.tolist())
+        return token_edges(self, states)
+
+    monkeypatch.setattr(TokenTable, "_token_edges", record)
+    # There is no token of a d alone, but the letters before can be another one.
+    table = minimise(Automaton.regex(r"[abd]{3}(c|da){2}")._table)
+    tokens = tokens_of([b"a", b"b", b"c", b"da"], [])
+    TokenTable(table, tokens, TokenTrie(tokens))
+    assert followed == []
+    table = minimise(Automaton.regex(r"[abd]{3}(da){2}")._table)
+    token_table = TokenTable(table, tokens, TokenTrie(tokens))
+    # All except those after a d and before the last a, and after it.
+    assert len(followed) == len(table.accepting) - 2
+    assert token_table.starts.tolist() == [
+        LIVE + state if table.successors[state].max() >= 0 else FINISHED
+        for state in range(len(table.accepting))
+    ]
 
 
 def test_threads_may_need_states_at_the_same_time() -> None:

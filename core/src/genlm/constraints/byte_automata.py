@@ -192,20 +192,46 @@ def _moore(columns: States, accepting: Flags, is_live: Flags) -> States | None:
     classes: States = np.where(accepting, 2, is_live)
     count = len(np.unique(classes))
     for _ in range(_MAX_ROUNDS):
-        # Hashes of a state's class and of the classes of its successors; the sums wrap.
-        hashes = classes * _FACTORS[-1]
-        for column, factor in zip(columns, _FACTORS):
-            hashes += classes[column] * factor
-        _, first, refined = np.unique(hashes, return_index=True, return_inverse=True)
+        first, refined = divide(columns, classes)
         if len(first) == count:
-            # If states have equal hashes by chance, the states of some class differ.
             same = first[refined]
-            is_exact = (accepting == accepting[same]).all() and all(
-                (classes[column] == classes[column[same]]).all() for column in columns
-            )
-            return classes if is_exact else None
+            is_right = (accepting == accepting[same]).all() and is_exact(columns, classes, same)
+            return classes if is_right else None
         classes, count = refined, len(first)
     return None
+
+
+def divide(columns: States, classes: States) -> tuple[States, States]:
+    """Divide classes by the classes of the states' successors: a round of Moore's algorithm.
+
+    States of one new class may differ by chance, which `is_exact` finds.
+
+    Args:
+        columns: Successors of all states, shape `(letters, states)`.
+        classes: Class of each state.
+
+    Returns:
+        The first state of each new class, and the new class of each state.
+    """
+    # Hashes of a state's class and of the classes of its successors; the sums wrap.
+    hashes = classes * _FACTORS[-1]
+    for column, factor in zip(columns, _FACTORS):
+        hashes += classes[column] * factor
+    _, first, divided = np.unique(hashes, return_index=True, return_inverse=True)
+    return first, divided
+
+
+def is_exact(columns: States, classes: States, same: States) -> bool:
+    """Whether states have the class of other states, and their successors as well.
+
+    Args:
+        columns: As for `divide`.
+        classes: As for `divide`.
+        same: Another state for each state.
+    """
+    return bool((classes == classes[same]).all()) and all(
+        (classes[column] == classes[column[same]]).all() for column in columns
+    )
 
 
 def _hopcroft(columns: States, accepting: Flags, is_live: Flags) -> States:
@@ -270,7 +296,7 @@ def distinct_edges(
     edges, first = [np.empty((2, 0), np.int32)], 0
     for block in blocks:
         symbols = block.shape[1]
-        for begin in range(0, len(block), rows := max(1, _BLOCK // symbols)):
+        for begin in range(0, len(block), rows := _BLOCK // max(1, symbols)):
             part = np.sort(block[begin : begin + rows].astype(np.int32), axis=1)
             is_first = np.diff(part, axis=1, prepend=-1) > 0
             sources = first + begin + np.flatnonzero(is_first) // symbols

@@ -9,7 +9,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from genlm.constraints.byte_automata import NO_STATE, ByteTable, distinct_edges, live_states
+from genlm.constraints.byte_automata import (
+    NO_STATE,
+    ByteTable,
+    distinct_edges,
+    distinct_letters,
+    divide,
+    is_exact,
+    live_states,
+)
 from genlm.constraints.protocol import Integers64
 from genlm.constraints.states import DEAD, FINISHED, LIVE
 from genlm.constraints.text_tokens import TextTokens, text_tokens
@@ -44,6 +52,7 @@ class TokenTrie:
 
     Attributes:
         count: Number of tokens.
+        longest: Number of bytes of the longest token.
         single_bytes: Which bytes are tokens, shape `(256,)`.
         repeated: Tokens with the bytes of an earlier token, and these earlier tokens.
     """
@@ -66,6 +75,7 @@ class TokenTrie:
         self.repeated = repeated, equal[repeated]
         # The letters of each token and `_NO_LETTER`; the last token stands for -1.
         self._lengths = np.array([*(len(text) or 1 for text in texts), 0])
+        self.longest = int(self._lengths.max())
         self._begins = (self._lengths + 1).cumsum() - self._lengths - 1
         self._letters = np.full(self._begins[-1] + 1, _NO_LETTER, np.int16)
         self._letters[ranges(self._begins, self._lengths)] = np.frombuffer(
@@ -148,7 +158,8 @@ class TokenTable:
     the dead state.
 
     The mask of a state is computed when it is first needed, because most states of large
-    automata never are: `\w{9}` has 2,700. If the masks would exceed `MAX_ROW_BYTES`, earlier
+    automata never are: `\w{9}` has 2,700. States whose masks are equal share one, such as those
+    in the middle of a long repetition. If the masks would exceed `MAX_ROW_BYTES`, earlier
     ones are dropped, and computed again when they are needed. May be used by several threads.
 
     Args:
@@ -176,6 +187,7 @@ class TokenTable:
         self._resolved = self._resolve()
         self._steps[FINISHED] = FINISHED
         self.starts = self._resolved[LIVE:]
+        self._alike = self._find_alike()
         self._lock = threading.Lock()
         renew_in_forks(self)
         self._row_bytes = -(-trie.count // 32) * 4
@@ -183,7 +195,7 @@ class TokenTable:
 
     def row_masks(self, states: TokenStates) -> RowMasks:
         """Return the masks of members in some states."""
-        rows = self._rows
+        rows, states = self._rows, self._alike[states]
         places: Integers64 = rows.place_of[states]
         if places.size and np.minimum.reduce(places) < 0:
             with self._lock:
@@ -211,22 +223,49 @@ class TokenTable:
 
     def _resolve(self) -> TokenStates:
         """Return what a state is as a successor: itself, the dead or the finished state."""
-        accepting, states = self._accepting, np.arange(len(self._steps))
-        steps = self._steps[:, :256]
-        used = (steps != DEAD).any(0)
-        if self._trie.single_bytes[used].all():  # tokens can complete what bytes can
-            edges = distinct_edges([steps])
-        else:
-            edges = self._token_edges(states)
+        accepting, steps = self._accepting, self._steps[:, :256]
+        is_used = (steps != DEAD).any(0)
+        are_tokens = self._trie.single_bytes
+        sources, targets = edges = distinct_edges([steps[:, is_used & are_tokens]])
         is_live = live_states(edges, accepting)
-        resolved = np.where(is_live, states, DEAD).astype(self._steps.dtype)
+        if not are_tokens[is_used].all():
+            # Longer tokens may lead on from states where the tokens of one byte do not.
+            leads_on = np.zeros(len(accepting), np.bool_)
+            leads_on[sources[is_live[targets]]] = True
+            by_bytes = live_states(distinct_edges([steps[:, is_used]]), accepting)
+            uncertain = np.flatnonzero(by_bytes[steps].any(1) & ~leads_on)
+            sources, targets = np.concatenate([edges, self._token_edges(uncertain)], axis=1)
+            is_live = live_states((sources, targets), accepting)
+        resolved = np.where(is_live, np.arange(len(accepting)), DEAD).astype(self._steps.dtype)
         if not self._tokens.stop.size:
-            sources, targets = edges
             is_over = accepting.copy()
             is_over[sources[is_live[targets]]] = False
             resolved[is_over] = FINISHED
         resolved[FINISHED] = FINISHED
         return resolved
+
+    def _find_alike(self) -> TokenStates:
+        """Return a state with the same mask for each state.
+
+        Two states allow the same tokens if no text of up to the length of the longest token can
+        be completed after one of them and not after the other.
+        """
+        states: TokenStates = np.arange(len(self._steps)).astype(self._steps.dtype)
+        classes: Integers64 = (self._resolved != DEAD).astype(np.int64)
+        classes[FINISHED] = 2
+        letters, _ = distinct_letters(self._steps[:, :256])
+        columns = self._steps[:, letters].T.astype(np.int64)
+        count = len(np.unique(classes))
+        for _ in range(self._trie.longest):
+            first, divided = divide(columns, classes)
+            if not is_exact(columns, classes, first[divided]) or len(first) == len(states):
+                return states
+            if len(first) == count:
+                break
+            classes, count = divided, len(first)
+        classes = 2 * classes + self._accepting  # the stop tokens are allowed there
+        _, first, alike = np.unique(classes, return_index=True, return_inverse=True)
+        return states[first[alike]]
 
     def _parts(self, states: Integers64) -> Iterator[Integers64]:
         """Divide states into parts that are computed at once."""

@@ -228,14 +228,12 @@ def write_line(results: Path, row: Mapping[str, Any]) -> None:
 # -- all of them ----------------------------------------------------------------------------
 
 
-def measure_all(
-    backend: str, names: Sequence[str], results: Path, timeout_s: float, ranks: int = 1
-) -> None:
+def measure_all(backend: str, names: Sequence[str], results: Path, timeout_s: float) -> None:
     """Measure what `results` lacks, in processes that may crash or hang."""
     engine = ENGINES[backend]
     while pending := [name for name in names if name not in measured(results)]:
         chunk = pending[: engine.per_process]
-        why = run_process(backend, chunk, results, timeout_s, ranks)
+        why = run_process(backend, chunk, results, timeout_s)
         missing = [name for name in chunk if name not in measured(results)]
         if missing:
             result = {"status": "fails", "error": None, "reason": why, "statistics": {}}
@@ -245,11 +243,10 @@ def measure_all(
             print(f"{name}: {row['status']} {row['error']} {row['reason'][:150]}", flush=True)
 
 
-def run_process(
-    backend: str, names: Sequence[str], results: Path, timeout_s: float, ranks: int
-) -> str:
+def run_process(backend: str, names: Sequence[str], results: Path, timeout_s: float) -> str:
     """Measure in a process; returns how it ended, if it did before its work."""
     command = [sys.executable, __file__, "--backend", backend, "--results", str(results)]
+    ranks = ENGINES[backend].options.get("engine_opts", {}).get("tp_size", 1)
     command += ["--ranks", str(ranks)]
     try:
         done = subprocess.run(
@@ -377,23 +374,22 @@ def main() -> None:
     if arguments.only or ranks > 1:
         names = arguments.only or list(listed)
         with tempfile.TemporaryDirectory() as folder:
-            rows = Path(folder) / "rows"
-            measure_all(backend, names, rows, arguments.timeout, ranks)
+            measure_all(backend, names, Path(folder) / "rows", arguments.timeout)
         return
     results = ROOT / ".cache" / "architectures" / f"{backend}.jsonl"
     results.parent.mkdir(parents=True, exist_ok=True)
     if not arguments.resume:
         results.unlink(missing_ok=True)
     measure_all(backend, list(listed), results, arguments.timeout)
-    found = measured(results)
+    rows = measured(results)
     page = ROOT / "docs" / f"{backend}-architectures.md"
-    page.write_text(table(backend, listed, found), "utf-8")
+    page.write_text(table(backend, listed, rows), "utf-8")
     file, content = (
         ("verified.json", verified)
         if ENGINES[backend].reads_list
         else ("execution_paths.json", execution_paths)
     )
-    text = json.dumps(content(backend, found), indent=1)
+    text = json.dumps(content(backend, rows), indent=1)
     (package_folder(backend) / file).write_text(text + "\n", "utf-8")
 
 

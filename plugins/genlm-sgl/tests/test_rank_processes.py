@@ -15,7 +15,7 @@ import torch
 
 from genlm import EngineDiedError, ModelLoadError
 from genlm.testing import Family, TinyModel, families
-from genlm_sgl import parallel
+from genlm_sgl import rank_processes
 from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.engine import SGLEngine
 from genlm_sgl.served_model import ServedModel
@@ -69,7 +69,7 @@ def test_ranks_that_are_out_of_step_end(
         raise ValueError("only here")
 
     with served(tiny, **PARALLEL) as llm:
-        monkeypatch.setattr(parallel, "_GRACE_S", 1.0)
+        monkeypatch.setattr(rank_processes, "_GRACE_S", 1.0)
         monkeypatch.setattr(ServedModel, "run_pass", fail)
         with pytest.raises(EngineDiedError, match=r"rank 1 of SGLang does not reply; load"):
             llm.next_token_logprobs_sync(prompts_of(4)[0])

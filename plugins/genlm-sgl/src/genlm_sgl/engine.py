@@ -50,7 +50,7 @@ from genlm_sgl.loading import (
     runs_on_cpu,
 )
 from genlm_sgl.model_runner import configure, load_tokenizer, server_options
-from genlm_sgl.parallel import ParallelModel
+from genlm_sgl.parallel_model import ParallelModel
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.served_model import ServedModel
 from genlm_sgl.versions import check_version

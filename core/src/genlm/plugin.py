@@ -88,6 +88,8 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.rows.group_reductions import Rows as Rows
     from genlm.core.rows.groups import Columns as Columns
     from genlm.core.rows.groups import GroupWork as GroupWork
+    from genlm.core.rows.joined_groups import JoinedGroups as JoinedGroups
+    from genlm.core.rows.joined_groups import divide_groups as divide_groups
     from genlm.core.rows.logits import device_index as device_index
     from genlm.core.rows.logits import moved as moved
     from genlm.core.rows.logits import rows_from_logits as rows_from_logits

@@ -15,7 +15,10 @@ import pytest
 import torch
 from recorded_streams import RecordedStreams
 
+from genlm.core.rows.group_reductions import DrawColumns
 from genlm.core.rows.reductions import TopK
+from genlm.core.rows.row_masks import RowMasks
+from genlm.core.rows.row_weights import RowWeights
 from genlm.plugin import Completion, EvaluationError, GroupResult, Reduced, TokenScores
 from genlm_vllm import worker as worker_module
 from genlm_vllm.messages import (
@@ -140,6 +143,80 @@ def test_batches_of_a_pipeline_are_kept_until_their_rows_are_taken() -> None:
     for logits, name in ((first, f"{REQUEST_PREFIX}1"), (second, f"{REQUEST_PREFIX}2")):
         [completion] = rows.collect([row(rows, 1, name)])
         assert torch.allclose(completion.result, expected(logits[0]))
+
+
+def draws(rows: WorkerRows, query_id: int, count: int, masks: Any = None) -> DrawColumns:
+    """Announce the draws of a group of different sequences."""
+    uniforms = np.random.default_rng(query_id).random(count)
+    columns = DrawColumns(RowWeights((count, SIZE), masks), uniforms)
+    inputs = StepInputs()
+    inputs.add(NewQuery(query_id, Outputs((columns,)), np.arange(count), count))
+    rows.prepare(inputs)
+    return columns
+
+
+def drawn_alone(columns: DrawColumns, logits: torch.Tensor) -> list[torch.Tensor]:
+    logprobs = torch.stack([expected(row) for row in logits])
+    members = torch.arange(len(logits))
+    return list(columns.compute(logprobs, members, members))
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of members whose draws were computed at once."""
+    counts: list[int] = []
+    compute = DrawColumns.compute_from_logits
+
+    def record(self: DrawColumns, logits: Any, row_of: Any, members: Any) -> Any:
+        counts.append(len(members))
+        return compute(self, logits, row_of, members)
+
+    monkeypatch.setattr(DrawColumns, "compute_from_logits", record)
+    return counts
+
+
+def test_draws_of_whole_groups_are_computed_together(computed: list[int]) -> None:
+    names = [f"{REQUEST_PREFIX}{name}" for name in ("b1", "a2", "a0", "c0", "b0", "c1", "a1")]
+    by_name = dict(zip(names, torch.randn(7, WIDTH), strict=True))
+    runner = Runner1(names)
+    rows = rows_of(runner)
+    runner.sampler(logits=torch.stack([*by_name.values()]))
+    alone = [draws(rows, query_id, count) for query_id, count in enumerate((3, 2, 3))]
+
+    def part(query_id: int, letter: str, places: list[int]) -> ComputedPart:
+        requests = [f"{REQUEST_PREFIX}{letter}{place}" for place in places]
+        return ComputedPart(query_id, requests, places, is_last=letter != "c")
+
+    parts = [part(0, "a", [2, 0, 1]), part(1, "b", [0, 1]), part(2, "c", [0, 1])]
+    completions = {each.query_id: each.result for each in rows.collect(parts)}
+    assert sorted(computed) == [2, 5]
+    assert sorted(completions) == [0, 1]  # the third sequence of c follows in another step
+    for query_id, letter in enumerate("ab"):
+        logits = [by_name[f"{REQUEST_PREFIX}{letter}{i}"] for i in range(3 - query_id)]
+        own = drawn_alone(alone[query_id], torch.stack(logits))
+        for column, goal in zip(completions[query_id].columns, own, strict=True):
+            torch.testing.assert_close(column, goal)
+
+
+@pytest.mark.parametrize("cause", ["masks", "missing rows"])
+def test_a_group_that_fails_does_not_fail_those_of_its_step(cause: str) -> None:
+    names = [f"{REQUEST_PREFIX}{number}" for number in range(4)]
+    runner, logits = Runner1(names), torch.randn(4, WIDTH)
+    rows = rows_of(runner)
+    runner.sampler(logits=logits.clone())
+    alone = draws(rows, 0, 2)
+    if cause == "masks":
+        draws(rows, 1, 2, RowMasks.deferred(lambda: RowMasks(out_of_memory(), 2, SIZE), 2))
+    else:
+        draws(rows, 1, 2)
+        names[2:] = [f"{REQUEST_PREFIX}absent"] * 2
+    parts = [ComputedPart(i, names[2 * i : 2 * i + 2], [0, 1], is_last=True) for i in (0, 1)]
+    right, wrong = sorted(rows.collect(parts), key=lambda completion: completion.query_id)
+    assert right.result.errors == {}
+    assert torch.equal(right.result.columns[0], drawn_alone(alone, logits[:2])[0])
+    assert sorted(wrong.result.errors) == [0, 1]
+    message = "out of memory" if cause == "masks" else "without computing its row"
+    assert all(message in str(error) for error in wrong.result.errors.values())
 
 
 def out_of_memory(*_: Any, **__: Any) -> Any:

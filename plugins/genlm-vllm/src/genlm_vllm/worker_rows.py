@@ -6,6 +6,7 @@ all of them are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from genlm.plugin import (
     GroupQuery,
     GroupValues,
     GroupWork,
+    JoinedGroups,
     Reduced,
     device_index,
+    divide_groups,
     reduce_logits,
 )
 from genlm_vllm.messages import ComputedPart, NewQuery, Outputs, StepInputs
@@ -83,16 +86,16 @@ class WorkerRows:
         completions = [self._complete_scores(query_id) for query_id in texts]
         if self._scores.is_active:
             rows: list[tuple[ComputedPart, Outputs]] = []
+            groups: dict[GroupWork, ComputedPart] = {}
             for part in parts:
                 work = self._works.get(part.query_id)
                 if isinstance(work, GroupWork):
-                    self._reduce_part(part, work)
-                    if part.is_last:
-                        completions.append(Completion(part.query_id, work.result()))
+                    groups[work] = part
                 elif work is not None:
                     rows.append((part, work))
                 if part.is_last:
                     self._works.pop(part.query_id, None)
+            completions += self._complete_groups(groups)
             completions += self._complete_rows(rows)
         self.sampler.forget()
         return completions if self._scores.is_active else []
@@ -124,18 +127,58 @@ class WorkerRows:
             else:
                 yield Completion(part.query_id, result)
 
-    def _reduce_part(self, part: ComputedPart, work: GroupWork) -> None:
-        if not part.names:
-            return
-        done = 0
+    def _complete_groups(self, parts: dict[GroupWork, ComputedPart]) -> list[Completion]:
+        """Reduce the computed sequences of groups; return the results of complete groups."""
+        remaining = dict(parts)
+        is_whole = (len(part.names) == len(work.query.wanted) for work, part in parts.items())
+        for works in divide_groups(list(itertools.compress(parts, is_whole))):
+            if len(works) > 1 and self._reduce_together({work: parts[work] for work in works}):
+                for work in works:
+                    del remaining[work]
+        for work, part in remaining.items():
+            self._reduce_part(work, part.names, part.places)
+        return [
+            Completion(part.query_id, work.result())
+            for work, part in parts.items()
+            if part.is_last
+        ]
+
+    def _reduce_together(self, parts: dict[GroupWork, ComputedPart]) -> bool:
+        """Reduce all sequences of several groups; return whether that succeeded."""
         try:
-            logits, rows = self.sampler.take(part.names)
-            for values in _gather_parts(logits, rows):
-                places = np.array(part.places[done : done + len(values)])
-                work.reduce(places, GroupValues(values, are_logits=True))
-                done += len(values)
+            joined = JoinedGroups(list(parts), self._vocabulary)
+        except Exception:  # noqa: BLE001 - raised again by the group that causes it
+            return False
+        names = [name for part in parts.values() for name in part.names]
+        places = [
+            begin + place
+            for part, begin in zip(parts.values(), joined.begins, strict=True)
+            for place in part.places
+        ]
+        if not self._reduce_part(joined.work, names, places):
+            return False
+        joined.divide()
+        return True
+
+    def _reduce_part(
+        self, work: GroupWork, names: Sequence[str], places: Sequence[int]
+    ) -> bool:
+        """Reduce some sequences of a group; if that raises, set their errors, return False."""
+        if not names:
+            return True
+        remaining = np.array(places)
+        try:
+            logits, rows = self.sampler.take(names)
+            order = np.argsort(rows)
+            remaining = remaining[order]
+            for values in _gather_parts(logits, np.array(rows)[order].tolist()):
+                count = len(values)
+                work.reduce(remaining[:count], GroupValues(values, are_logits=True))
+                remaining = remaining[count:]
         except Exception as error:  # noqa: BLE001 - such as out of memory; vLLM continues
-            work.errors.update(dict.fromkeys(part.places[done:], without_frames(error)))
+            work.errors.update(dict.fromkeys(remaining.tolist(), without_frames(error)))
+            return False
+        return True
 
 
 def _gather_parts(logits: torch.Tensor, rows: list[int]) -> Iterator[torch.Tensor]:

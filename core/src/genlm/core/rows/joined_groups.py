@@ -46,6 +46,49 @@ def divide_groups(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
     return [[works[index] for index in indices] for indices in sets]
 
 
+class JoinedGroups:
+    """A set of groups from `divide_groups`, as one group.
+
+    Args:
+        works: The groups, of which nothing was computed yet.
+        vocabulary: Vocabulary of the rows.
+
+    Attributes:
+        work: The sequences of all groups, one group after the other.
+        begins: Place of each group's first sequence in it.
+    """
+
+    def __init__(self, works: Sequence[GroupWork], vocabulary: Vocabulary) -> None:
+        queries = [work.query for work in works]
+        ends = np.cumsum([len(query.wanted) for query in queries]).tolist()
+        self.begins = [0, *ends[:-1]]
+        self._works = works
+        row_of = [
+            query.row_of + begin for query, begin in zip(queries, self.begins, strict=True)
+        ]
+        self.work = GroupWork(
+            dataclasses.replace(
+                queries[0],
+                wanted=np.arange(ends[-1]),
+                row_of=np.concatenate(row_of),
+                reduction=joined_reduction([query.reduction for query in queries])[0],
+            ),
+            vocabulary,
+        )
+
+    def divide(self) -> None:
+        """Set the results of the groups."""
+        columns, errors = self.work.result()
+        counts = [len(work.query.row_of) for work in self._works]
+        parts = list(zip(*(torch.split(column, counts) for column in columns), strict=True))
+        for index, (work, begin) in enumerate(zip(self._works, self.begins, strict=True)):
+            places = range(begin, begin + len(work.query.wanted))
+            work.put(
+                parts[index] if parts else (),
+                {place - begin: errors[place] for place in places if place in errors},
+            )
+
+
 def reduce_groups(
     works: Sequence[GroupWork], computed: GroupValues, vocabulary: Vocabulary
 ) -> None:
@@ -56,26 +99,6 @@ def reduce_groups(
         computed: Rows or logits of their sequences, one group after the other.
         vocabulary: Vocabulary of the rows.
     """
-    queries = [work.query for work in works]
-    ends = np.cumsum([len(query.wanted) for query in queries])
-    begins = [0, *ends[:-1].tolist()]
-    row_of = [query.row_of + begin for query, begin in zip(queries, begins, strict=True)]
-    joined = GroupWork(
-        dataclasses.replace(
-            queries[0],
-            wanted=np.arange(ends[-1]),
-            row_of=np.concatenate(row_of),
-            reduction=joined_reduction([query.reduction for query in queries])[0],
-        ),
-        vocabulary,
-    )
-    joined.reduce(np.arange(ends[-1]), computed)
-    columns, errors = joined.result()
-    counts = [len(query.row_of) for query in queries]
-    parts = list(zip(*(torch.split(column, counts) for column in columns), strict=True))
-    for index, (work, begin) in enumerate(zip(works, begins, strict=True)):
-        places = range(begin, begin + len(work.query.wanted))
-        work.put(
-            parts[index] if parts else (),
-            {place - begin: errors[place] for place in places if place in errors},
-        )
+    joined = JoinedGroups(works, vocabulary)
+    joined.work.reduce(np.arange(len(joined.work.query.wanted)), computed)
+    joined.divide()

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -261,6 +262,18 @@ def test_rows_in_main_memory_are_copied_also_when_asked_to_move_there() -> None:
     assert row is not None
     row.zero_()
     assert cache._entries["a"][0].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("result", [0.5, "text", np.arange(3.0), (0.5, row_of(1))])
+def test_results_that_are_no_rows_are_copied_also_when_rows_are_moved(result: Any) -> None:
+    cache = OutputCache(2, move_to_cpu=True)
+    cache.put("a", result)
+    stored = cache.get("a")
+    assert type(stored) is type(result)
+    assert str(stored) == str(result)
+    if isinstance(result, np.ndarray):
+        stored[:] = 7
+        assert cache.get("a").tolist() == result.tolist() == [0, 1, 2]
 
 
 @pytest.mark.gpu

@@ -82,7 +82,8 @@ class OutputCache:
             with self._lock:
                 self._entries.pop(key, None)
             return
-        on_cpu = self.move_to_cpu and device is not None and device.type != "cpu"
+        # Arrays of numpy have a `device`, too: the string "cpu".
+        on_cpu = self.move_to_cpu and getattr(device, "type", "cpu") != "cpu"
         stored = row.cpu() if on_cpu else copy_result(row)
         with self._lock:
             if key in self._entries:

@@ -212,9 +212,17 @@ def test_a_negative_bound_is_refused(bounds: dict[str, int], named: str) -> None
         OutputCache(**{"max_entries": 1, **bounds})
 
 
-def test_the_tensors_of_a_result_count() -> None:
+@pytest.mark.parametrize(
+    "result",
+    [
+        (torch.zeros(100), torch.zeros(100)),
+        [torch.zeros(100), np.zeros(50)],
+        {"first": torch.zeros(100), "other": [torch.zeros(50), (torch.zeros(50),)]},
+    ],
+)
+def test_the_tensors_of_a_result_count(result: Any) -> None:
     cache = OutputCache(2, max_bytes=1000)
-    cache.put("a", (torch.zeros(100), torch.zeros(100)))
+    cache.put("a", result)
     assert cache.nbytes == 800
 
 

@@ -156,8 +156,8 @@ def copy_result(value: Any) -> Any:
 
 def _nbytes(value: Any) -> int:
     """Memory of a result's tensors and of their containers."""
-    if isinstance(value, tuple):
-        return sum(map(_nbytes, value))
+    if isinstance(value, (tuple, list, dict)):
+        return sum(map(_nbytes, value.values() if isinstance(value, dict) else value))
     nbytes = getattr(value, "nbytes", None)
     return _OTHER_BYTES if nbytes is None else int(nbytes)
 

@@ -209,7 +209,7 @@ def batch_draw_logprobs(
 
     Args:
         rows: As `batch_draw`.
-        token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token.
+        token_ids: Shape `(n, k)`, int64, in main memory; -1 for no token. At least one n.
         weights: As `batch_draw`.
         row_of: The row of each n, as `batch_draw`.
         sources: As `batch_draw`.
@@ -219,8 +219,6 @@ def batch_draw_logprobs(
         token. And the log-mass of the row of each n, shape `(n,)`. Both float32, on the device
         of `rows`.
     """
-    if not len(token_ids):
-        return rows.new_empty(token_ids.shape), rows.new_empty(0)
     places = torch.arange(weights.count, device="cpu") if row_of is None else row_of
 
     def logprobs(part: RowPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,5 +387,5 @@ def _draw_parts(
     """Return the draws of all parts of the rows, one for each of the random numbers."""
     if not len(uniforms):
         numbers = rows.new_empty(uniforms.shape)
-        return DrawnTokens(numbers.long(), numbers, rows.new_empty(0), numbers.clone())
+        return DrawnTokens(numbers.long(), numbers, rows.new_empty(0), numbers)
     return DrawnTokens(*joined_parts(map(draw, parts), len(uniforms)))

@@ -387,8 +387,7 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
         sets = self._weight_sets(len(logits), row_of, members)
         if sets.sources is not None:  # several masks of a row, which `compute` divides
             return None
-        set_of = row_of if sets.set_of is None else sets.set_of
-        return draw_from_logits(logits, uniforms, set_of, sets.weights.masks)
+        return draw_from_logits(logits, uniforms, row_of, sets.weights.masks)
 
     def of(self, members: Integers64) -> DrawColumns:
         """Return the draws of some members."""

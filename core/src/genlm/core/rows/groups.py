@@ -223,8 +223,7 @@ class GroupWork:
 
     def put(self, columns: tuple[torch.Tensor, ...], errors: dict[int, Exception]) -> None:
         """Set the columns of all members, and the errors of sequences by place."""
-        if columns:
-            self._columns.add(np.arange(len(self.query.row_of)), columns)
+        self._columns.add(np.arange(len(self.query.row_of)), columns)
         self.errors = errors
 
     def members_of(self, place: int) -> Integers64:

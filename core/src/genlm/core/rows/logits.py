@@ -231,7 +231,7 @@ def invalid_rows(
             is_broken = rows[:, 0].isnan()  # either all entries of a row are NaN or none
             broken = is_broken.nonzero()[:, 0].tolist() if is_broken.any() else []
             return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
-        return _invalid_sums(rows, range(len(rows)), _sums(rows) if len(rows) else [], size)
+        return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
     errors: dict[int, Exception] = {}
     on_device: dict[torch.device, list[int]] = {}
     for position, row in enumerate(rows):

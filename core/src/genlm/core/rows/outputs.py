@@ -87,8 +87,8 @@ def _reduce(
     results: list[Any] = []
     if not len(values):
         return results
-    first = values if isinstance(values, torch.Tensor) else values[0]
-    parts = row_parts(len(values), first.shape[-1], first.device)
+    first = values[0]
+    parts = row_parts(len(values), len(first), first.device)
     for begin, end in parts:
         part = values[begin:end]
         part = part if isinstance(part, torch.Tensor) else torch.stack(list(part))

@@ -297,7 +297,7 @@ def _joined_table(
         places: Places in each table; other masks of the table are left out.
     """
     is_packed, device = all(table.is_packed for table in tables), tables[0].rows.device
-    width = -(-tables[0].size // 8) if is_packed else None  # bitmasks of int32 have more bytes
+    width = -(-tables[0].size // 8)  # bitmasks of int32 have more bytes
     parts: list[_MaskTable] = []
     joined_places: list[torch.Tensor] = []
     begins: dict[object, int] = {}

@@ -251,7 +251,7 @@ class RowWeights:
     def parts(
         self, rows: torch.Tensor, sources: torch.Tensor | None = None
     ) -> Iterator[RowPart]:
-        """Yield the parts of the rows that are computed at once, with their weights.
+        """Yield the parts of the rows, at least one, that are computed at once.
 
         Args:
             rows: Shape `(m, vocab_size)`.
@@ -262,7 +262,7 @@ class RowWeights:
         unrestricted = None if masks is None else masks.unrestricted
         temperatures = self.temperatures
         parts = row_parts(self.count, rows.shape[1], device)
-        longest = parts[0][1] if parts else 0
+        longest = parts[0][1]
         memory = _part_memory("weights", rows, longest)
         copies = rows[:0] if sources is None else _part_memory("sources", rows, longest)
         for begin, end in parts:

@@ -57,7 +57,12 @@ def test_scores_are_those_of_the_draws(use_rows_of_tables: bool, data: st.DataOb
         ),
         "bias": draw(
             st.sampled_from(
-                [0.0, random.normal(size=count), random.normal(size=(count, size)) * 3]
+                [
+                    0.0,
+                    random.normal(size=count),
+                    random.normal(size=(1, size)) * 3,
+                    random.normal(size=(count, size)) * 3,
+                ]
             )
         ),
         "top_k": draw(st.sampled_from([None, 1, 3])),
@@ -66,7 +71,7 @@ def test_scores_are_those_of_the_draws(use_rows_of_tables: bool, data: st.DataOb
     }
     masks = None
     if draw(st.booleans()):
-        masks = random.random((count, size)) < 0.7
+        masks = random.random((draw(st.sampled_from([1, count])), size)) < 0.7
         masks[0] = draw(st.booleans())
     width = draw(st.integers(1, 4))
     ids = random.integers(0, size, (count, width))
@@ -81,7 +86,7 @@ def test_scores_are_those_of_the_draws(use_rows_of_tables: bool, data: st.DataOb
 
     def correct(prompt: list[int], member: int, token: int) -> float:
         row = expected(None, prompt) if use_rows_of_tables else TinyEngine.row(prompt)
-        mask = True if masks is None else masks[member]
+        mask = True if masks is None else masks[member % len(masks)]
         settings = temperatures[member], biases[member], limits
         return float(oracle(row.numpy(), mask, *settings)[token])
 

@@ -417,6 +417,24 @@ def test_reductions_of_ones_own_may_return_arrays(llm: genlm.AsyncLM) -> None:
     assert torch.equal(first, population.next_token_logprobs_sync()[:, :2])
 
 
+def test_tuples_of_reductions_of_ones_own_are_columns_of_their_types(
+    llm: genlm.AsyncLM,
+) -> None:
+    def values(row: torch.Tensor) -> tuple[Any, ...]:
+        likeliest, first = int(row.argmax()), float(row[0])
+        return likeliest, likeliest > 2, first, row[:2].bfloat16(), row.double().numpy()[:2]
+
+    population = llm.population([1], 4).extend([1, 2, 2, 3])
+    rows = population.next_token_logprobs_sync()
+    columns = population.reduce_sync(Returned(values))
+    likeliest = rows.argmax(1)
+    first = rows[:, :2]
+    expected = likeliest, likeliest > 2, first[:, 0], first.bfloat16(), first.double()
+    for column, right in zip(columns, expected, strict=True):
+        assert column.dtype == right.dtype
+        assert torch.equal(column, right)
+
+
 # -- draws ----------------------------------------------------------------------------
 
 

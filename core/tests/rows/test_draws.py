@@ -246,6 +246,17 @@ def test_one_mask_in_any_form_is_of_all_rows(form: Any) -> None:
     assert same(batch_draw(rows, NUMBERS, masks, index), expected)
 
 
+@pytest.mark.parametrize("masks", [None, [Mask(range(7, SIZE), SIZE)]])
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 0.5])
+def test_the_columns_of_draws_share_no_memory(masks: Any, temperature: float) -> None:
+    rows, places = some_rows(), torch.arange(COUNT)
+    reduction = DrawColumns(weights_of(rows, masks, None, temperature=temperature), NUMBERS)
+    for compute in (reduction.compute, reduction.compute_from_logits):
+        columns = compute(rows, places, places)
+        if columns is not None:
+            assert len({column.untyped_storage().data_ptr() for column in columns}) == 4
+
+
 def test_rows_without_a_mask_have_mass_1_beside_others_and_alone() -> None:
     rows, mask = some_rows(), Mask(range(7, SIZE, 5), SIZE)
     masks = [mask, None, None, mask] * (COUNT // 4)

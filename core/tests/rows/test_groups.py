@@ -59,6 +59,10 @@ def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
         (lambda rows: GroupValues(rows[1:], are_logits=True), r"logits of shape \(0, 16\)"),
         (lambda rows: GroupValues(rows[:, 1:], are_logits=False), r"rows of shape \(1, 15\)"),
         (
+            lambda rows: GroupValues(rows[None], are_logits=True),
+            r"logits of shape \(1, 1, 16\)",
+        ),
+        (
             lambda rows: GroupValues(rows.double(), are_logits=False),
             "rows of shape .*float64, for 1 sequences",
         ),

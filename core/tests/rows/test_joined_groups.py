@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,15 @@ SHARED = RowMasks(np.random.default_rng(0).random((5, SIZE)) < 0.5, 5, SIZE)
 class Joint(ScriptedEngine):
     """Computes all pending groups together, and returns logits."""
 
-    invalid: tuple[int, ...] = ()
-    """A sequence whose logits are NaN."""
+    invalid: Collection[tuple[int, ...]] = ()
+    """Sequences whose logits are NaN."""
 
     def logits(self, group: GroupQuery, places: Any) -> torch.Tensor:
         sequence_of = group.generation.lineage.sequence
         ids = [sequence_of(place).token_ids for place in group.wanted[places].tolist()]
         logits = torch.stack([oracle_row(each, None, SIZE) for each in ids]) + 3.0
         for place, each in enumerate(ids):
-            if each == self.invalid:
+            if each in self.invalid:
                 logits[place] = torch.nan
         return logits
 
@@ -105,6 +105,14 @@ MASKS: dict[str, Callable[[int, np.random.Generator], Any]] = {
     "shared": lambda n, rng: shared(n, rng.integers(0, 5, n)),
 }
 
+BIASES: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "none": lambda n, rng: 0.0,
+    "number": lambda n, rng: 0.5,
+    "of rows": lambda n, rng: rng.normal(0, 3, (n, 1)),
+    "of tokens": lambda n, rng: rng.normal(0, 3, (1, SIZE)),
+    "of each": lambda n, rng: rng.normal(0, 3, (n, SIZE)),
+}
+
 
 @st.composite
 def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
@@ -124,7 +132,7 @@ def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
         MASKS[draw(st.sampled_from([*MASKS]))](count, rng),
         temperature=temperature,
         truncation=Truncation(top_p=draw(st.sampled_from([1.0, 1.0, 0.8]))),
-        bias=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        bias=BIASES[draw(st.sampled_from([*BIASES]))](count, rng),
     )
     numbers = rng.random(count if several is None else (count, several))
     return group(query_id, row_of, DrawColumns(weights, numbers))
@@ -285,7 +293,7 @@ def test_a_row_that_is_no_distribution_fails_its_sequence_alone(
     joined_sizes: list[int],
 ) -> None:
     engine = Joint(SIZE)
-    engine.invalid = (1, 2)
+    engine.invalid = [(1, 2)]
     queries = [plain(i) for i in range(3)]
     together = results(engine, queries)
     assert joined_sizes == [3]
@@ -296,6 +304,18 @@ def test_a_row_that_is_no_distribution_fails_its_sequence_alone(
             together[query.query_id].columns, alone.columns, strict=True
         ):
             torch.testing.assert_close(column[:2], expected[:2], atol=1e-6, rtol=0)
+
+
+def test_groups_without_a_row_that_is_a_distribution_fail_all_their_sequences(
+    joined_sizes: list[int],
+) -> None:
+    engine = Joint(SIZE)
+    engine.invalid = [(i, place) for i in range(2) for place in range(3)]
+    together = results(engine, [plain(i) for i in range(2)])
+    assert joined_sizes == [2]
+    for i in range(2):
+        assert together[i].columns == ()
+        assert sorted(together[i].errors) == [0, 1, 2]
 
 
 def test_a_pass_that_raises_or_returns_another_form_is_repeated_for_each_group() -> None:

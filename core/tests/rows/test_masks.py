@@ -114,8 +114,9 @@ def test_a_mask_of_another_process_is_equal() -> None:
     assert hash(again) == hash(mask)
 
 
-def test_masks_of_vocabularies_of_other_sizes_differ() -> None:
-    assert Mask([1], 8) != Mask([1], 9)
+def test_masks_of_other_tokens_or_vocabularies_of_other_sizes_differ() -> None:
+    assert Mask([1], 9) != Mask([2], 9)
+    assert Mask([1], 9) != Mask([1], 10)  # of equal bytes
     assert Mask([1], 8) != [1]
 
 
@@ -146,7 +147,9 @@ def test_wrong_masks_are_refused(allowed: Any, error: type[Exception], message: 
 def forms_of_rows(allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> list[RowMasks]:
     """The same masks in all forms, computed at once or later."""
     count, size = allowed.shape
-    words = np.stack([words_of({*np.flatnonzero(row).tolist()}, size) for row in allowed])
+    beyond = set(range(size, -(-size // 32) * 32))  # bits that no id has
+    sets = [{*np.flatnonzero(row).tolist()} for row in allowed]
+    words = np.stack([words_of(ids | beyond, size) for ids in sets])
     distinct, index = np.unique(allowed, axis=0, return_inverse=True)
     masks = [
         RowMasks(allowed, count, size),
@@ -163,6 +166,7 @@ def test_masks_of_rows_are_intersected(size: int, count: int, seed: int) -> None
     first, second = random.random((2, count, size)) < random.random((2, 1, 1))
     first[0], second[-1] = True, True
     for one, other in zip(forms_of_rows(first), forms_of_rows(second)[::-1], strict=True):
+        assert (one.is_empty == ~first.any(1)).all()
         both = one & other
         assert both.is_deferred == (one.is_deferred or other.is_deferred)
         assert (both.factors(0, count, cpu).numpy() == (first & second)).all()
@@ -170,3 +174,26 @@ def test_masks_of_rows_are_intersected(size: int, count: int, seed: int) -> None
     some = RowMasks([None, [0]] + [None] * (count - 1), count + 1, size)
     both = some & RowMasks([[0], None] + [[0]] * (count - 1), count + 1, size)
     assert (both.factors(0, count + 1, cpu).sum(1) == 1).all()
+
+
+def test_deferred_masks_of_some_rows_are_computed_when_they_are_used() -> None:
+    computed: list[RowMasks] = []
+
+    def compute() -> RowMasks:
+        computed.append(RowMasks(np.eye(3, dtype=bool), 3, 3))
+        return computed[0]
+
+    some = RowMasks.deferred(compute, 3).of(np.array([2, 0]))
+    assert some.is_deferred
+    assert not computed
+    factors = some.factors(0, 2, torch.device("cpu"))
+    assert factors.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert len(computed) == 1
+
+
+def test_an_index_refers_to_the_list_of_masks_of_which_some_are_one_object() -> None:
+    none, some = Mask([], 4), Mask([1, 2], 4)
+    masks = RowMasks([some, some, none, None], 4, 4, [3, 1, 2, 0])
+    factors = masks.factors(0, 4, torch.device("cpu"))
+    assert factors.sum(1).tolist() == [4, 2, 0, 2]
+    assert len(RowMasks([some, none], 0, 4, []).places) == 0

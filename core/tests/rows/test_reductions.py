@@ -319,6 +319,9 @@ def test_rows_that_are_no_distributions_are_errors() -> None:
     assert isinstance(first, Reduced)
     assert isinstance(second, EvaluationError)
     assert isinstance(third, Reduced)
+    for outputs_of_row in [(None,), (Views(largest), None)]:
+        [alone] = reduce_rows(rows[1:2], [outputs_of_row])
+        assert isinstance(alone, EvaluationError)
 
 
 def test_several_outputs_of_one_row_come_in_their_order() -> None:
@@ -382,6 +385,22 @@ def test_no_tensors_are_kept_between_the_parts_of_a_batch(
                 assert result.untyped_storage().nbytes() == right.nbytes
                 result.zero_()
     assert living[0] == living[1] == living[2]  # the last part has fewer rows
+
+
+def test_results_of_any_kind_are_those_of_a_batch_in_one_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, scale = some_rows(10), torch.ones(SIZE, requires_grad=True)
+    wanted = Views(lambda part: list(zip(part.numpy()[:, :3], part @ scale, strict=True)))
+    whole = reduced(rows, *[wanted] * 10)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
+    in_parts = reduced(rows, *[wanted] * 10)
+    for (array, total), (expected_array, expected) in zip(in_parts, whole, strict=True):
+        assert np.array_equal(array, expected_array)
+        assert total.item() == pytest.approx(expected.item())
+    torch.stack([total for _, total in in_parts]).sum().backward()
+    assert scale.grad is not None
+    assert torch.allclose(scale.grad, rows.sum(0), atol=1e-4)
 
 
 @pytest.mark.parametrize("masks", [1, 10])
@@ -463,6 +482,9 @@ def test_requests_that_cannot_be_computed_from_logits_are_computed_from_rows() -
     logits = torch.tensor([[1.0, 2.0, 3.0], [10.0, 0.0, 0.0], [-1.0, -2.0, -3.0], [0.0, 0, 0]])
     results = reduce_logits(logits, ids, [(SumOfLogits(),)] * 4)
     assert results == [Reduced((value,)) for value in (6.0, "row", "row", 0.0)]
+    added = [*tokens, Token(3, b"of the tokenizer only")]
+    wider = Vocabulary(None, added, list(map(repr, added)))
+    assert reduce_logits(logits[:1], wider, [(SumOfLogits(),)]) == [Reduced(("row",))]
 
 
 def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
@@ -494,7 +516,7 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
         assert torch.equal(here.values[2], there.values[2])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.05])
+@pytest.mark.parametrize("temperature", [1.0, 0.05, 200.0])
 @pytest.mark.parametrize("depth", [30.0, 95.0, 300.0])
 def test_masks_of_very_unlikely_tokens_are_drawn_from_exactly(
     temperature: float, depth: float

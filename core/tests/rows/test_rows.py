@@ -173,6 +173,21 @@ def test_small_tensors_are_copied_to_a_gpu_from_pinned_memory(
     assert moved(torch.arange(3), torch.device("meta")).device.type == "meta"
 
 
+@pytest.mark.parametrize(
+    ("logits", "error", "message"),
+    [
+        ([[0.0, 1.0]], TypeError, "logits is list; expected a torch.Tensor"),
+        (torch.zeros(2), ValueError, r"logits of shape \(2,\); expected rows"),
+        (torch.zeros(1, 1, 2), ValueError, r"logits of shape \(1, 1, 2\); expected rows"),
+    ],
+)
+def test_logits_that_are_no_matrix_are_refused(
+    logits: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rows_from_logits(logits, vocabulary_of(2))
+
+
 def test_no_logits_give_no_rows() -> None:
     assert rows_from_logits(torch.zeros(0, 9), vocabulary_of(5, (1,))).shape == (0, 5)
 

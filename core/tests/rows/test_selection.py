@@ -115,6 +115,18 @@ def test_weights_outside_the_limits_are_0_and_others_as_they_were(
         assert limited == [value if i in ids else 0.0 for i, value in enumerate(row)]
 
 
+@pytest.mark.parametrize("top_k", [4, 3])
+def test_no_token_is_added_to_those_that_have_the_share_exactly(top_k: int) -> None:
+    weights = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.0, 0.5, 0.5, 1.0], [0.25] * 4])
+    expected = torch.tensor([[0, 0.5, 0, 0], [0, 0, 0, 1.0], [0.25, 0.25, 0, 0]])
+    assert torch.equal(truncate(weights, Truncation(top_k, 0.5)), expected)
+
+
+def test_top_k_keeps_weights_that_do_not_change_the_sum() -> None:
+    weights = torch.tensor([[1.0, 1e-25, 1e-20, 1e-30]])
+    assert truncate(weights, Truncation(3)).tolist() == [[*weights[0, :3].tolist(), 0.0]]
+
+
 @pytest.mark.parametrize("candidates", [(2, 5), (300,), (10**6,)])
 @pytest.mark.parametrize("method", ["radix search", "sort"])
 def test_the_number_of_candidates_changes_no_result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+from random import Random
 from typing import Any
 
 import pytest
@@ -107,6 +108,17 @@ def taken(table: RequestTable, limit: int) -> list[int]:
     return [evaluation.query.query_id for evaluation in evaluations]
 
 
+def test_what_was_cleared_during_a_step_is_not_answered_by_it() -> None:
+    table = RequestTable()
+    request = enqueued(table, 0)
+    (evaluation,) = table.take(None, 0.0)
+    assert table.clear() == [request]
+    assert table.leave(request) == []
+    assert table.finish(evaluation) == []
+    statistics = table.statistics(None)
+    assert (statistics.answered, statistics.failed, statistics.abandoned) == (0, 1, 0)
+
+
 def test_a_long_batch_takes_turns_with_later_requests() -> None:
     table = RequestTable()
     enqueue_batch(table, range(6))
@@ -117,12 +129,34 @@ def test_a_long_batch_takes_turns_with_later_requests() -> None:
     assert order == [6, 7, 2, 8, 3, 4, 5]
 
 
+def test_evaluations_leave_a_queue_by_turn_then_by_age() -> None:
+    random, queue = Random(0), EvaluationQueue()
+    pending: set[tuple[int, int]] = set()
+    for query_id in range(400):
+        turn = random.randrange(9)
+        queue.add(Evaluation(Query(query_id, (1,)), turn, None, None, 0.0))
+        pending.add((turn, query_id))
+        if random.random() < 0.3:
+            removed = random.choice(sorted(pending))
+            pending.remove(removed)
+            del queue[removed[1]]
+            queue.compact()
+        if pending and query_id > 50 and random.random() < 0.7:
+            first = min(pending)
+            pending.remove(first)
+            assert queue.pop_first().query.query_id == first[1]
+    assert [queue.pop_first().query.query_id for _ in pending] == [
+        i for _, i in sorted(pending)
+    ]
+    assert not queue
+
+
 def test_batches_that_are_cancelled_leave_nothing_in_the_queue() -> None:
     table = RequestTable()
     enqueue_batch(table, range(4))
     assert taken(table, 1) == [0]
     for first in range(10, 100, 10):
-        table.leave(enqueue_batch(table, range(first, first + 10)))
+        assert table.leave(enqueue_batch(table, range(first, first + 10))) == []
         assert len(table.inbox._heap or []) <= 2 * 3
     assert taken(table, 2) + taken(table, 2) == [1, 2, 3]
 

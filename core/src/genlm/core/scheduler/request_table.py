@@ -197,7 +197,7 @@ class RequestTable:
         The outputs of a query are fixed once it is in the engine: a request that joins later
         can only share one of them.
         """
-        evaluation = self._joinable.get(key) if key is not None else None
+        evaluation = self._joinable.get(key)
         if evaluation is not None and (
             output in evaluation.outputs or evaluation.query.query_id not in self.in_engine
         ):
@@ -256,7 +256,7 @@ class RequestTable:
 
     def close_to_joiners(self, evaluation: Evaluation) -> None:
         """Prevent further requests from joining an evaluation."""
-        if evaluation.key is not None and self._joinable.get(evaluation.key) is evaluation:
+        if self._joinable.get(evaluation.key) is evaluation:
             del self._joinable[evaluation.key]
 
     def separate_later_requests(self) -> set[int]:

@@ -97,6 +97,24 @@ def test_a_result_of_the_wrong_kind_fails_its_request_alone(start, result) -> No
     torch.testing.assert_close(reduced.logprobs, oracle_row([6], None, 16).topk(2).values)
 
 
+def test_rows_that_an_engine_has_checked_are_reduced(start) -> None:
+    row = oracle_row(FAULTY, None, 16)
+    llm, _ = start(Returning(lambda query: Completion(query.query_id, row, is_checked=True)))
+    [alone] = answers(llm.top_tokens(FAULTY, 2))
+    whole, joined = answers(llm.next_token_logprobs(FAULTY), llm.top_tokens(FAULTY, 3))
+    assert torch.equal(whole, row)
+    assert torch.equal(alone.logprobs, row.topk(2).values)
+    assert torch.equal(joined.logprobs, row.topk(3).values)
+
+
+def test_an_error_beside_a_row_fails_the_request(start) -> None:
+    row, error = oracle_row(FAULTY, None, 16), EvaluationError("no row")
+    llm, _ = start(Returning(lambda query: Completion(query.query_id, row, error)))
+    [found] = answers(llm.next_token_logprobs(FAULTY))
+    assert isinstance(found, EvaluationError)
+    assert str(found) == "no row"
+
+
 @pytest.mark.parametrize(
     "result", [None, Reduced(()), Reduced(([1],)), torch.zeros(16), "text", SCORES], ids=repr
 )

@@ -193,7 +193,7 @@ def joined_rows(parts: Sequence[tuple[BlockTable, Integers64]]) -> BlockTable:
 def _with_trunk(table: BlockTable) -> BlockTable:
     """Move the leading columns in which all rows are equal to the trunk."""
     slots, shared, width = table.slots, 0, 1
-    limit = int(table.lengths.min()) - 1 if len(table) else 0
+    limit = int(table.lengths.min()) - 1
     while shared < limit:
         columns = slots[:, shared : min(shared + width, limit)]
         differs = (columns != columns[0]).any(axis=0)
@@ -203,5 +203,5 @@ def _with_trunk(table: BlockTable) -> BlockTable:
         shared, width = shared + len(differs), 2 * width
     if not shared:
         return table
-    trunk = np.concatenate([table.trunk, slots[0, :shared].astype(np.int64)])
+    trunk = np.concatenate([table.trunk, slots[0, :shared]])
     return BlockTable(trunk, slots[:, shared:], table.lengths - shared)

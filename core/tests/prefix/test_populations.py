@@ -218,6 +218,8 @@ def check(engine: Engine) -> None:
     in_tree = prefixes(tree)
     counts: Counter[int] = Counter()
     parents: dict[int, int] = {}
+    extended = [entry.nbytes for entry in tables._entries.values() if entry.is_extended]
+    assert tables._extended_bytes == sum(extended)
     for adapter, table, *_ in tables._entries.values():
         for row in range(len(table)):
             path = [*table.trunk, *table.slots[row, : table.lengths[row]]]
@@ -373,6 +375,9 @@ KEPT = [
 ]
 
 
+CLEARED = [("ask", 0, []), LONGER, ("ask", 0, []), ("clear",), ("ask", 0, [])]
+
+
 TOGETHER = [
     ("new", [[1, 2]], None),
     ("new", [[2, 0], [1]], None),
@@ -386,6 +391,7 @@ TOGETHER = [
 @example(14, 5, EXAMPLE)
 @example(500, 20, KEPT)
 @example(14, 5, KEPT)
+@example(500, 20, CLEARED)
 @example(500, 20, TOGETHER)
 @example(14, 20, TOGETHER)
 @given(st.sampled_from([0, 2, 6, 14, 40, 500]), st.sampled_from([2, 5, 20]), PROGRAM)

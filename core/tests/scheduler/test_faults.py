@@ -115,6 +115,15 @@ def test_an_error_beside_a_row_fails_the_request(start) -> None:
     assert str(found) == "no row"
 
 
+def test_notes_that_a_caller_adds_to_an_error_are_its_own(start) -> None:
+    error = EvaluationError("no row")
+    error.add_note("of the engine")
+    llm, _ = start(Returning(lambda query: Completion(query.query_id, error=error)))
+    first, second = answers(*(llm.next_token_logprobs(FAULTY) for _ in range(2)))
+    first.add_note("of a caller")
+    assert second.__notes__ == error.__notes__ == ["of the engine"]
+
+
 @pytest.mark.parametrize(
     "result", [None, Reduced(()), Reduced(([1],)), torch.zeros(16), "text", SCORES], ids=repr
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import Completion
+from genlm import Completion, Query
 from genlm.core.base import loop_batches
 from genlm.core.scheduler import batching
+from genlm.core.scheduler.request_table import Request, RequestTable
 
 
 def test_all_requests_of_one_turn_leave_in_one_batch(start):
@@ -148,6 +150,34 @@ def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start
 
     asyncio.run(main())
     torch.testing.assert_close(answers[0], oracle_row([2], None, 16))
+
+
+def arrive(table: RequestTable, query_id: int) -> None:
+    request = Request(concurrent.futures.Future(), 1)
+    table.enqueue(request, 0, Query(query_id, (1,)), None, None, 0.0)
+
+
+def test_a_full_batch_does_not_wait_for_a_flush() -> None:
+    policy, table = batching.BatchingPolicy(2), RequestTable()
+    assert policy.seconds_to_dispatch(table) is None
+    arrive(table, 0)
+    assert policy.seconds_to_dispatch(table) is None
+    arrive(table, 1)
+    assert policy.seconds_to_dispatch(table) == 0
+
+
+def test_requests_that_arrive_after_a_flush_wait_for_the_next_one() -> None:
+    policy, table = batching.BatchingPolicy(None), RequestTable()
+    policy.flush(table)
+    for query_id in range(2):
+        arrive(table, query_id)
+        assert not policy.is_flushed
+        assert policy.seconds_to_dispatch(table) is None
+        policy.flush(table)
+        assert policy.is_flushed
+        assert policy.seconds_to_dispatch(table) == 0
+        table.take(None, 0.0)
+        policy.hold()
 
 
 def test_no_more_than_max_batch_size_queries_are_in_the_engine(start):

@@ -18,6 +18,8 @@ def test_a_query_asks_for_a_row_of_the_base_model_unless_told_otherwise() -> Non
 def test_queries_with_the_same_content_are_one_key() -> None:
     same = Query(3, (1, 2), "adapter", targets=(7, 11))
     assert len({QUERY, same, Query(3, (2, 1), "adapter", targets=(7, 11))}) == 2
+    assert same != Query(3, (1, 2), "adapter", targets=(7, 12))
+    assert same != "query"
 
 
 def test_completions_cannot_be_changed_or_extended() -> None:

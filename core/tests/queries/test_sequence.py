@@ -99,6 +99,26 @@ def test_keys_differ_between_processes() -> None:
     assert key[34:] == other[34:]  # the ids of the tail
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_packed_sequence_arrives_alone(length: int) -> None:
+    sequence = TokenSequence.of(range(length))
+    [arrived] = pack_sequences([sequence]).unpack()
+    assert arrived == sequence
+    assert arrived.token_ids == sequence.token_ids
+    assert len(arrived) == length
+    assert repr(arrived) == repr(sequence)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 9])
+def test_a_sequence_is_printed_with_its_last_ids_and_equals_no_other_object(
+    length: int,
+) -> None:
+    sequence = TokenSequence.of(range(length))
+    last = ", ".join(map(str, range(length)[-8:]))
+    assert repr(sequence) == f"<TokenSequence of {length} ids, the last of which are {last}>"
+    assert sequence != tuple(range(length))
+
+
 def test_packed_sequences_arrive_as_they_were_and_shared_blocks_are_packed_once() -> None:
     prompt = TokenSequence.of(range(3 * B + 1))
     sequences = [TokenSequence.of([i] * length, prompt) for i in range(3) for length in LENGTHS]

@@ -44,6 +44,7 @@ def test_equal_sets_in_any_form_are_equal_masks(drawn: tuple[set[int], int]) -> 
         words_of(ids, size)[None],
         torch.from_numpy(words_of(ids, size))[None],
         Mask.from_packed(words_of(ids, size), size),
+        Mask.from_packed(np.repeat(words_of(ids, size), 2)[::2], size),
         Mask.from_packed(torch.from_numpy(words_of(ids, size)), size),
         Mask(sorted(ids), size),
     ]

@@ -189,7 +189,7 @@ def _pack(allowed: Any, size: int) -> _Words:
 
 
 def _pack_words(words: _Words, size: int) -> _Words:
-    bytes_ = np.ascontiguousarray(words).astype("<i4").reshape(-1).view(np.uint8)
+    bytes_ = words.astype("<i4").reshape(-1).view(np.uint8)  # a copy, which is contiguous
     bits = np.unpackbits(bytes_, count=size, bitorder="little")  # drops bits beyond
     return np.packbits(bits, bitorder="little")
 

@@ -52,6 +52,11 @@ def test_what_was_found_is_the_callers_list_at_that_time(stored: Any) -> None:
     longer[3] += 1  # the caller's own list, changed after the request
     assert recent.find([*ids, 1], VOCAB_SIZE) == TokenSequence.of([*ids, 1])
     assert recent.find(longer, VOCAB_SIZE) in {None, TokenSequence.of(longer)}
+    sibling = [*ids, 2]  # its list is not that of the first extension
+    assert recent.find(sibling, VOCAB_SIZE) == TokenSequence.of(sibling)
+    sibling[3] += 1
+    assert recent.find(sibling, VOCAB_SIZE) in {None, TokenSequence.of(sibling)}
+    assert recent.find([*ids, 2], VOCAB_SIZE) == TokenSequence.of([*ids, 2])
 
 
 @pytest.mark.parametrize("place", [0, 1, 50, -9, -2])
@@ -124,6 +129,19 @@ def test_a_list_that_is_found_again_and_again_does_not_displace_others(
     recent.add(list(other), TokenSequence.of(other))
     for _ in range(500):
         assert recent.find(ids, VOCAB_SIZE) is not None
+    assert recent.find(other, VOCAB_SIZE) == TokenSequence.of(other)
+
+
+def test_a_list_that_grows_does_not_displace_others(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent_sequences, "_MAX_IDS", 2000)
+    recent, grown = stored
+    other = ids_of(100, seed=1)
+    recent.add(list(other), TokenSequence.of(other))
+    for token_id in ids_of(30, seed=2):
+        grown.append(token_id)
+        assert recent.find(grown, VOCAB_SIZE) == TokenSequence.of(grown)
     assert recent.find(other, VOCAB_SIZE) == TokenSequence.of(other)
 
 

@@ -46,7 +46,7 @@ def scored_rows(
             after the end of shorter ones.
     """
     counts = (token_ids >= 0).sum(axis=1)
-    lasts = np.arange(len(places)), np.maximum(counts - 1, 0)
+    lasts = np.arange(len(places)), counts - 1  # of an empty continuation, any `NO_TOKEN`
     last_ids, inputs = token_ids[lasts], token_ids.copy()
     inputs[lasts] = NO_TOKEN
     lineage, levels, sizes = generation.lineage, [places], [len(generation.lineage)]

@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 import genlm
@@ -28,7 +30,7 @@ class Remote:
         self.row = torch.full((257,), 1 / 257).log()
         self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.batches: list[int] = []
-        self.new = 0
+        self.new = self.wakes = 0
         self.pending: dict[int, Query] = {}
         self.in_step = threading.Event()
 
@@ -41,6 +43,7 @@ class Remote:
         self.events.put("aborted")
 
     def wake(self) -> None:
+        self.wakes += 1
         self.events.put("woken")
 
     def step(self) -> Iterable[Completion]:
@@ -94,6 +97,15 @@ def test_synchronous_requests_calls_and_resets_wake_a_step():
     for request in threads:
         request.join(TIMEOUT_S)
         assert not request.is_alive()
+    with ThreadPoolExecutor(1) as executor:
+        reset = executor.submit(llm.next_token_logprobs_sync, [3])
+        while not engine.pending:
+            time.sleep(0.001)
+        before = engine.wakes
+        llm.cancel_all()
+        assert engine.wakes > before
+        with pytest.raises(genlm.QueryResetError):
+            reset.result(TIMEOUT_S)
     llm.close()
 
 

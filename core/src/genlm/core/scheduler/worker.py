@@ -284,7 +284,6 @@ class Worker:
         try:
             engine = build_engine()
         except BaseException as error:  # noqa: BLE001 - raised by `wait_until_built`
-            self.stopped = EngineDiedError("the engine could not be built")
             built.set_exception(error)
             del built  # breaks the cycle of the error and this frame
             return

@@ -46,6 +46,7 @@ def check(tree: PrefixTree) -> dict[Key, int]:
     assert set(tree._idle) == nodes - retained
     assert tree._idle_slots == sum(len(node.tokens) for node in tree._idle)
     assert tree._in_use <= nodes
+    assert len(tree._places) <= tree.capacity
     order = {node: place for place, node in enumerate(tree._idle)}
     for node in nodes:
         assert node.parent is not None

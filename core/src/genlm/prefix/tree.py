@@ -281,7 +281,8 @@ class PrefixTree:
         Args:
             adapter: Adapter of the sequence.
             tokens: The sequence.
-            match: The result of `match` for the sequence, which ends before slots of it.
+            match: The result of `match` for the sequence, which ends before slots of it. The
+                tokens up to there, if any, are pinned.
             slots: Slots of the next tokens of the sequence, at least one, from `allocate`; they
                 then belong to the tree.
         """
@@ -292,12 +293,7 @@ class PrefixTree:
         child.computed = len(ids)
         node.children[ids[0]] = child
         self._store_place(adapter, tokens.prefix_key(child.end), child, child.end)
-        used: Node | None = child
-        self._set_idle(child, idle=True)
-        while used is not None:  # descendants precede their ancestors
-            if used in self._idle:
-                self._idle.move_to_end(used)
-            used = used.parent
+        self._set_idle(child, idle=True)  # its ancestors are pinned
 
     def free(self, slots: Slots) -> None:
         """Free slots that `allocate` returned."""
@@ -416,7 +412,7 @@ class PrefixTree:
             self._in_use.add(upper)
         elif node in self._idle:  # the upper part is about to be used or pinned
             self._idle_slots -= length
-        if node in self._uncached and upper.computed < length:
+        if upper.computed < length:
             self._uncached[upper] = None
         return upper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
@@ -73,6 +74,43 @@ def test_ranks_that_are_out_of_step_end(
         monkeypatch.setattr(ServedModel, "run_pass", fail)
         with pytest.raises(EngineDiedError, match=r"rank 1 of SGLang does not reply; load"):
             llm.next_token_logprobs_sync(prompts_of(4)[0])
+    assert not children()
+
+
+_WAITING = """
+import os, time
+from genlm_sgl.rank_processes import serve_rank
+
+class Rank:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def wait(self):
+        if self.rank == 2:
+            os._exit(7)
+        time.sleep(900)
+
+def run(descriptor, rank):
+    serve_rank(descriptor, lambda _: Rank(rank))
+"""
+
+
+def test_the_rank_that_has_ended_is_named_if_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waiting_rank.py").write_text(_WAITING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ranks = rank_processes.RankProcesses(3, importlib.import_module("waiting_rank").run)
+    monkeypatch.setattr(rank_processes, "_GRACE_S", 1.0)
+
+    def wait() -> None:
+        with ranks.call("wait"):
+            ranks._links[1].process.wait()
+            raise ValueError("as a collective operation whose peer has ended")
+
+    with pytest.raises(EngineDiedError, match=r"rank 2 of SGLang ended with exit code 7;"):
+        wait()
+    ranks.close()
     assert not children()
 
 

@@ -129,7 +129,7 @@ def repetition_table() -> tuple[ByteTable, TextTokens]:
 def test_states_with_equal_masks_share_one(
     monkeypatch: pytest.MonkeyPatch, have_equal_hashes: bool
 ) -> None:
-    if have_equal_hashes:  # then each state has a mask of its own
+    if have_equal_hashes:  # the classes are then not exact, and no masks are shared
         monkeypatch.setattr(byte_automata, "_FACTORS", np.zeros(257, np.int64))
     table, tokens = repetition_table()
     token_table = TokenTable(table, tokens, TokenTrie(tokens))
@@ -159,7 +159,7 @@ def test_tokens_are_followed_only_where_bytes_do_not_suffice(
         return token_edges(self, states)
 
     monkeypatch.setattr(TokenTable, "_token_edges", record)
-    # There is no token of a d alone, but the letters before can be another one.
+    # The vocabulary has no token for the byte d, but the first letters can be a or b.
     table = minimise(Automaton.regex(r"[abd]{3}(c|da){2}")._table)
     tokens = tokens_of([b"a", b"b", b"c", b"da"], [])
     TokenTable(table, tokens, TokenTrie(tokens))

@@ -124,9 +124,9 @@ class SGLEngine(PrefixEngine):
         claim_process(self, "SGLang", "use another process")
         self._log = QuietLogger("sglang")
         try:
-            options, corrections = self._build(model, requested, gpu_id)
+            options, corrections, tokenizer = self._build(model, requested, gpu_id)
             try:
-                self._serve(options, corrections, unverified)
+                self._serve(options, corrections, tokenizer, unverified)
             except BaseException:
                 self._served.close()
                 raise
@@ -136,7 +136,8 @@ class SGLEngine(PrefixEngine):
 
     def _build(
         self, model: str | os.PathLike[str], requested: Mapping[str, Any], gpu_id: int
-    ) -> tuple[Mapping[str, Any], ModelCorrections]:
+    ) -> tuple[Mapping[str, Any], ModelCorrections, Any]:
+        """Build the model; return SGLang's options, the corrections and the tokenizer."""
         source = model_source(model)
         loading_stage("starting SGLang: weights, memory, kernels")
         cpu, ranks = runs_on_cpu(requested), requested.get("tp_size", 1)
@@ -156,7 +157,7 @@ class SGLEngine(PrefixEngine):
                 corrections = ModelCorrections(config, options)
                 options = corrections.options | {"model_path": source}
                 runner = configure(options, 0, gpu_id)
-                self._tokenizer = load_tokenizer()
+                tokenizer = load_tokenizer()
                 hook = corrections.on_load_weights
                 if ranks == 1:
                     self._served = ServedModel(runner, hook)
@@ -166,16 +167,20 @@ class SGLEngine(PrefixEngine):
                 raise
             except Exception as error:
                 raise load_error(self._version, source, requested, error) from error
-        return options, corrections
+        return options, corrections, tokenizer
 
     def _serve(
-        self, options: Mapping[str, Any], corrections: ModelCorrections, unverified: str
+        self,
+        options: Mapping[str, Any],
+        corrections: ModelCorrections,
+        tokenizer: Any,
+        unverified: str,
     ) -> None:
         served = self._served
         self.max_context = served.max_context
         corrections.check_loaded(served, unverified=unverified)
         self._corrections = ", ".join(corrections.names)
-        self.vocabulary = Vocabulary.from_tokenizer(self._tokenizer)
+        self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         adapters = Adapters(served)
         width = max(served.embedding_rows, self.vocabulary.size)
         self._why_decoded = self._prepare_scores(adapters, width)

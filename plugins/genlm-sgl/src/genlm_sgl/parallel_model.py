@@ -1,7 +1,7 @@
 """Tensor parallelism: `ParallelModel`, whose further ranks are child processes.
 
-Rank 0 is in the calling process and determines every pass. Each other rank has its part of the
-weights and of the KV cache in a process of its own, and runs the same passes::
+Rank 0 is in the calling process and determines every pass. Each other rank is a child process
+with a part of the weights and of the KV cache, and runs the same passes::
 
     rank 0, the engine's thread                 rank 1, 2, ...: run_rank
     ParallelModel                               ServedModel

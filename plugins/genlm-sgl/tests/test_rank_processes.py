@@ -86,8 +86,8 @@ class Rank:
     def __init__(self, rank):
         self.rank = rank
 
-    def wait(self):
-        if self.rank == 2:
+    def wait(self, ended):
+        if self.rank == ended:
             os._exit(7)
         time.sleep(900)
 
@@ -96,8 +96,9 @@ def run(descriptor, rank):
 """
 
 
+@pytest.mark.parametrize("ended", [1, 2])
 def test_the_rank_that_has_ended_is_named_if_others_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int
 ) -> None:
     (tmp_path / "waiting_rank.py").write_text(_WAITING)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -105,11 +106,13 @@ def test_the_rank_that_has_ended_is_named_if_others_wait_for_it(
     monkeypatch.setattr(rank_processes, "_GRACE_S", 1.0)
 
     def wait() -> None:
-        with ranks.call("wait"):
-            ranks._links[1].process.wait()
+        with ranks.call("wait", ended):
+            ranks._links[ended - 1].process.wait()
             raise ValueError("as a collective operation whose peer has ended")
 
-    with pytest.raises(EngineDiedError, match=r"rank 2 of SGLang ended with exit code 7;"):
+    with pytest.raises(
+        EngineDiedError, match=f"rank {ended} of SGLang ended with exit code 7;"
+    ):
         wait()
     ranks.close()
     assert not children()

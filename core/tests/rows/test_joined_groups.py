@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,7 +15,13 @@ from scripted import ScriptedEngine, oracle_row
 
 from genlm.core.engine.group_engine import MemberColumns
 from genlm.core.rows import joined_groups
-from genlm.core.rows.group_reductions import DrawColumns, ScoreColumns, TopColumns
+from genlm.core.rows.group_reductions import (
+    DrawColumns,
+    DrawLogprobColumns,
+    MassColumns,
+    ScoreColumns,
+    TopColumns,
+)
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.truncation import Truncation
@@ -110,13 +117,16 @@ BIASES: dict[str, Callable[[int, np.random.Generator], Any]] = {
     "number": lambda n, rng: 0.5,
     "of rows": lambda n, rng: rng.normal(0, 3, (n, 1)),
     "of tokens": lambda n, rng: rng.normal(0, 3, (1, SIZE)),
-    "of each": lambda n, rng: rng.normal(0, 3, (n, SIZE)),
+    "the same of tokens": lambda n, rng: COMMON_BIAS,
+    "half": lambda n, rng: torch.tensor(rng.normal(0, 3, (1, SIZE)), dtype=torch.float16),
+    "of each": lambda n, rng: np.where(rng.random((n, SIZE)) < 0.1, -np.inf, 1.5),
 }
+COMMON_BIAS = torch.linspace(-2, 3, SIZE)
 
 
 @st.composite
 def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
-    """A group query for draws."""
+    """A group query for draws, for their log-probabilities or for masses."""
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     row_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     row_of = np.unique(row_of, return_inverse=True)[1].tolist()
@@ -135,7 +145,13 @@ def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
         bias=BIASES[draw(st.sampled_from([*BIASES]))](count, rng),
     )
     numbers = rng.random(count if several is None else (count, several))
-    return group(query_id, row_of, DrawColumns(weights, numbers))
+    token_ids = torch.tensor(rng.integers(-1, SIZE, (count, several or 2)))
+    reductions = [
+        DrawColumns(weights, numbers),
+        DrawLogprobColumns(weights, token_ids),
+        MassColumns(weights),
+    ]
+    return group(query_id, row_of, draw(st.sampled_from(reductions)))
 
 
 @given(st.data())
@@ -147,8 +163,7 @@ def test_draws_of_groups_equal_those_of_each_alone(data: st.DataObject) -> None:
         alone = results(Joint(SIZE), [query])[query.query_id]
         joint = together[query.query_id]
         assert joint.errors == alone.errors == {}
-        assert torch.equal(joint.columns[0], alone.columns[0])
-        for column, expected in zip(joint.columns[1:], alone.columns[1:], strict=True):
+        for column, expected in zip(joint.columns, alone.columns, strict=True):
             torch.testing.assert_close(column, expected, atol=1e-6, rtol=0)
 
 
@@ -174,9 +189,7 @@ def test_draws_of_groups_that_are_divided_equal_those_of_each_alone(
         rows, requests = zip(*part, strict=True)
         alone = MemberColumns.compute(torch.stack(rows), requests)
         for request, expected in zip(requests, alone, strict=True):
-            columns = found[request]
-            assert torch.equal(columns[0], expected[0]) or columns[0].is_floating_point()
-            for column, other in zip(columns, expected, strict=True):
+            for column, other in zip(found[request], expected, strict=True):
                 torch.testing.assert_close(column, other, atol=1e-6, rtol=0)
 
 
@@ -204,6 +217,10 @@ def plain(query_id: int, masks: Any = None, count: int = 3, **options: Any) -> G
     return group(query_id, range(count), DrawColumns(weights, numbers))
 
 
+def log_probability(**options: Any) -> DrawLogprobColumns:
+    return DrawLogprobColumns(RowWeights((1, SIZE), **options), torch.tensor([[3, 5]]))
+
+
 def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list[int]) -> None:
     mask = np.arange(SIZE) < 7
     kinds: list[Callable[[int], GroupQuery]] = [
@@ -213,11 +230,16 @@ def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list
         lambda i: plain(i, truncation=Truncation(top_p=0.5)),
         lambda i: group(i, [0, 1], TopColumns(2)),
         lambda i: plain(i, bias=1.0),
+        lambda i: plain(i, bias=np.full(SIZE, float(i))),
+        lambda i: plain(i, mask, bias=np.full((3, SIZE), float(i))),
+        lambda i: plain(i, bias=np.ones(SIZE), count=33),  # biases of many rows are not copied
+        lambda i: group(i, [0], MassColumns(RowWeights((1, SIZE), mask))),
+        lambda i: group(i, [0], log_probability(temperature=2.0)),
     ]
     queries = [kinds[i % len(kinds)](i) for i in range(4 * len(kinds))]
     together = results(Joint(SIZE), queries)
     assert len(together) == len(queries)
-    assert joined_sizes == [4, 4, 4, 4]
+    assert joined_sizes == [4] * 9
 
 
 def test_scores_of_several_texts_are_computed_as_one_group(joined_sizes: list[int]) -> None:
@@ -242,6 +264,45 @@ def test_one_mask_of_all_groups_is_stored_once() -> None:
     assert factors.bool().tolist() == [mask.tolist()] * 6 + [(~mask).tolist()]
     same = RowMasks.joined(batches)
     assert same.factors(0, 6, torch.device("cpu")).shape == (1, SIZE)
+
+
+def biased(bias: Any, count: int) -> RowWeights:
+    return RowWeights((count, SIZE), bias=bias)
+
+
+def biases_of(weights: RowWeights) -> torch.Tensor:
+    """The biases of the tokens of all rows, shape `(1 or n, SIZE)`."""
+    [part] = weights.parts(torch.zeros(weights.count, SIZE))
+    assert part.bias is not None
+    return part.bias
+
+
+def test_a_bias_of_several_groups_is_stored_once() -> None:
+    bias, rows = torch.randn(SIZE), np.random.default_rng(0).normal(0, 1, (2, SIZE))
+    same = RowWeights.joined([biased(bias, 2), biased(bias, 1)])
+    assert biases_of(same).shape == (1, SIZE)  # not copied for each row
+    batches = [biased(bias, 2), biased(rows, 2), biased(bias, 1)]
+    joined = RowWeights.joined(batches)
+    expected = torch.stack([bias, bias, *torch.tensor(rows).float(), bias])
+    assert torch.equal(biases_of(joined), expected)
+    received = pickle.loads(pickle.dumps(joined.of(np.array([4, 3, 3]))))
+    assert torch.equal(biases_of(received), expected[[4, 3, 3]])
+    few = biased(np.random.default_rng(1).normal(0, 1, (9, SIZE)), 9).of(np.array([7, 2]))
+    several = RowWeights.joined([few, biased(bias, 1)])
+    assert torch.equal(biases_of(several), torch.stack([*biases_of(few), bias]))
+    assert several._bias is not None
+    assert len(several._bias) == 3  # without those of other rows
+    found = joined.token_biases(np.array([3, 4]), np.array([[7], [9]]))
+    np.testing.assert_array_equal(found, expected[[3, 4], [7, 9]][:, None])
+
+
+def test_weights_with_equal_biases_of_one_row_are_computed_once() -> None:
+    bias = torch.randn(SIZE)
+    batches = [biased(bias, 3), biased(torch.randn(1, SIZE), 2), biased(bias, 1)]
+    joined = RowWeights.joined(batches)
+    first, set_of = joined.distinct(np.array([0, 0, 0, 1, 1, 1]))
+    assert first.tolist() == [0, 5, 3]
+    assert set_of.tolist() == [0, 0, 0, 2, 2, 1]
 
 
 def test_bitmasks_of_words_are_joined_with_those_of_bytes() -> None:

@@ -211,11 +211,21 @@ class _WeightSets(NamedTuple):
     """The set of each member; None if member i has set i."""
 
 
-class _WeightedReduction(GroupReduction):
+class _WeightedReduction(JoinableReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
 
     def __init__(self, weights: RowWeights) -> None:
         self.weights = weights
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return self.weights.count
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for reductions that `joined` combines; None for those that it does not."""
+        return self.weights.joining_key
 
     def _weight_sets(
         self, count: int, row_of: torch.Tensor, members: torch.Tensor
@@ -271,6 +281,11 @@ class MassColumns(_WeightedReduction):
         drawn = self._draw_on_device(logits, row_of, members, zeros)
         return None if drawn is None else (drawn.log_mass,)
 
+    @classmethod
+    def joined(cls, reductions: Sequence[MassColumns]) -> MassColumns:
+        """Return the masses of the members of several groups."""
+        return cls(RowWeights.joined([each.weights for each in reductions]))
+
     def of(self, members: Integers64) -> MassColumns:
         """Return the masses of some members."""
         return MassColumns(self.weights.of(members))
@@ -287,6 +302,18 @@ class DrawLogprobColumns(_WeightedReduction):
     def __init__(self, weights: RowWeights, token_ids: torch.Tensor) -> None:
         super().__init__(weights)
         self.token_ids = token_ids
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for reductions that `joined` combines; None for those that it does not."""
+        key = super().joining_key
+        return None if key is None else (self.token_ids.shape[1:], key)
+
+    @classmethod
+    def joined(cls, reductions: Sequence[DrawLogprobColumns]) -> DrawLogprobColumns:
+        """Return the log-probabilities of several groups with equal `joining_key`."""
+        weights = RowWeights.joined([each.weights for each in reductions])
+        return cls(weights, torch.cat([each.token_ids for each in reductions]))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
@@ -309,7 +336,7 @@ class DrawLogprobColumns(_WeightedReduction):
         return DrawLogprobColumns(self.weights.of(members), self.token_ids[members])
 
 
-class DrawColumns(_WeightedReduction, JoinableReduction):
+class DrawColumns(_WeightedReduction):
     """A token for each member, or several different ones: the columns of `DrawnTokens`.
 
     Args:
@@ -334,14 +361,9 @@ class DrawColumns(_WeightedReduction, JoinableReduction):
         return numbers() if callable(numbers) else numbers
 
     @property
-    def count(self) -> int:
-        """Number of members."""
-        return self.weights.count
-
-    @property
     def joining_key(self) -> Hashable:
         """Equal for draws that `joined` combines; None for those that it does not."""
-        key = self.weights.joining_key
+        key = super().joining_key
         return None if key is None else (self.uniforms.shape[1:], key)
 
     @classmethod

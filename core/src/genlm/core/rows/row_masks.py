@@ -245,11 +245,11 @@ class _MaskTable:
     def is_empty(self) -> npt.NDArray[np.bool_]:
         """Return whether each mask is empty, shape `(m,)`."""
         rows = self.rows
-        if self.is_packed:
+        if self.is_packed:  # bits beyond the vocabulary do not count
             whole, remainder = divmod(self.size, 8)
-            # Without bits beyond the vocabulary.
-            last = rows[:, whole : whole + 1] & (2**remainder - 1)
-            rows = torch.cat([rows[:, :whole], last], 1)
+            rows, last = rows[:, :whole], rows[:, whole : whole + 1]
+            if remainder:
+                rows = torch.cat([rows, last & (2**remainder - 1)], 1)
         empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu().numpy()
         return empty
 
@@ -318,18 +318,17 @@ def _joined_table(
         (part.rows[:, :width] if is_packed else part.unpacked(part.rows)).to(device)
         for part in parts
     ]
-    free = [
-        torch.zeros(len(part.rows), dtype=torch.bool, device="cpu")
-        if part.unrestricted is None
-        else part.unrestricted
-        for part in parts
-    ]
-    unrestricted = torch.cat(free)
+    unrestricted = None
+    if any(part.unrestricted is not None for part in parts):
+        free = [
+            torch.zeros(len(part.rows), dtype=torch.bool, device="cpu")
+            if part.unrestricted is None
+            else part.unrestricted
+            for part in parts
+        ]
+        unrestricted = torch.cat(free)
     table = _MaskTable(
-        torch.cat(rows),
-        tables[0].size,
-        is_packed=is_packed,
-        unrestricted=unrestricted if unrestricted.any() else None,
+        torch.cat(rows), tables[0].size, is_packed=is_packed, unrestricted=unrestricted
     )
     return table, joined_places
 
@@ -369,15 +368,15 @@ def _table(masks: Any, size: int) -> tuple[_MaskTable, torch.Tensor | None]:
             packed.append(all_tokens if mask is None else Mask(mask, size).packed)
         return place
 
-    places = torch.tensor(map_batch(add, masks), device="cpu")
-    full = torch.tensor([bits is all_tokens for bits in packed], device="cpu")
+    places = map_batch(add, masks)
+    full = [bits is all_tokens for bits in packed]
     table = _MaskTable(
         torch.from_numpy(np.stack(packed)),
         size,
         is_packed=True,
-        unrestricted=full if full.any() else None,
+        unrestricted=torch.tensor(full, device="cpu") if any(full) else None,
     )
-    return table, None if len(packed) == len(masks) else places
+    return table, None if len(packed) == len(masks) else torch.tensor(places, device="cpu")
 
 
 def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> _MaskTable:

@@ -18,6 +18,10 @@ from genlm.core.rows.logits import moved, row_parts, scratch_memory
 from genlm.core.rows.row_masks import MasksLike, RowMasks
 from genlm.core.rows.truncation import UNLIMITED, Truncation
 
+_MAX_JOINED_ROWS = 32
+"""Number of rows with biases of tokens up to which `joined` copies these biases. For more rows,
+copies take memory and time, and separate operations are not much slower than joint ones."""
+
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30
 """Range of float32 to which other temperatures are clipped. At the lowest, only the most likely
 id has a weight above 0; at the highest, all weights are equal."""
@@ -157,9 +161,7 @@ class RowWeights:
             offset = self._offset.float().cpu().numpy()
             biases += (offset if len(offset) == 1 else offset[rows])[:, None]
         if self._bias is not None:
-            places = torch.from_numpy(np.zeros_like(rows) if len(self._bias) == 1 else rows)
-            if self._bias_index is not None:
-                places = self._bias_index[places]
+            places = self._bias_places[torch.from_numpy(rows)]
             device, column = self._bias.device, torch.from_numpy(token_ids)
             values = self._bias[moved(places[:, None], device), moved(column, device)]
             biases += values.float().cpu().numpy()
@@ -168,10 +170,12 @@ class RowWeights:
     @property
     def joining_key(self) -> Hashable:
         """Equal for weights that `joined` combines; None for those that it does not."""
-        has_biases = self._bias is not None or self._offset is not None
-        if has_biases or not self.truncation.is_equal:
+        if not self.truncation.is_equal:
             return None
-        return self._is_tempered, self.is_greedy, self.masks is None, self.truncation
+        if self._bias is not None and self.count > _MAX_JOINED_ROWS:
+            return None
+        biases = tuple(None if b is None else b.device for b in (self._bias, self._offset))
+        return self._is_tempered, self.is_greedy, self.masks is None, biases, self.truncation
 
     @classmethod
     def joined(cls, batches: Sequence[RowWeights]) -> RowWeights:
@@ -184,7 +188,13 @@ class RowWeights:
         is_equal = (temperatures == temperatures[:1]).all()
         joined._temperature = np.array(temperatures[0]) if is_equal else temperatures
         joined.truncation = batches[0].truncation
-        joined._bias = joined._bias_index = joined._offset = None
+        joined._bias, joined._bias_index = _joined_biases(batches)
+        offsets = [
+            weights._offset.float().expand(weights.count)  # noqa: SLF001 - of the same class
+            for weights in batches
+            if weights._offset is not None  # noqa: SLF001
+        ]
+        joined._offset = torch.cat(offsets) if offsets else None
         return joined
 
     def of(self, rows: Integers64) -> RowWeights:
@@ -199,11 +209,19 @@ class RowWeights:
         weights.truncation = self.truncation.of(rows)
         weights._bias, weights._bias_index = self._bias, None
         if self._bias is not None and len(self._bias) > 1:
-            index = torch.from_numpy(rows)
-            weights._bias_index = index if self._bias_index is None else self._bias_index[index]
+            weights._bias_index = self._bias_places[torch.from_numpy(rows)]
         offset = self._offset
         weights._offset = offset if offset is None or len(offset) == 1 else offset[rows]
         return weights
+
+    @property
+    def _bias_places(self) -> torch.Tensor:
+        """The place of each row's bias in `_bias`, shape `(count,)`, int64."""
+        if self._bias_index is not None:
+            return self._bias_index
+        if self._bias is None or len(self._bias) == 1:
+            return torch.zeros(self.count, dtype=torch.long, device="cpu")
+        return torch.arange(self.count, device="cpu")
 
     def _biases_of(self, rows: slice, device: torch.device) -> torch.Tensor | None:
         """Return the bias of each token of some rows, or of all rows, on a device."""
@@ -232,13 +250,16 @@ class RowWeights:
         """
         members = np.arange(len(row_of))
         is_first = np.diff(row_of, prepend=-1) > 0
-        has_row_biases = self._bias is not None and len(self._bias) > 1
-        has_row_values = has_row_biases or not self.truncation.is_equal
-        if is_first.all() or self._offset is not None or has_row_values:
+        has_biases = self._bias is not None and len(self._bias) > 1
+        has_row_values = (has_biases and self._bias_index is None) or self._offset is not None
+        if is_first.all() or has_row_values or not self.truncation.is_equal:
             return members, members
-        if self.masks is None and not self._temperature.ndim:
+        if self.masks is None and not has_biases and not self._temperature.ndim:
             return np.flatnonzero(is_first), np.cumsum(is_first) - 1
         keys = row_of
+        if self._bias_index is not None:
+            places = self._bias_index.numpy()
+            keys = keys * (int(places.max()) + 1) + places
         if self.masks is not None:
             places = self.masks.places.numpy()
             keys = keys * (int(places.max()) + 1) + places
@@ -282,6 +303,34 @@ class RowWeights:
                 _part_values(self._offset, slice(begin, end), device),
                 memory[: end - begin],
             )
+
+
+def _joined_biases(
+    batches: Sequence[RowWeights],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the distinct biases of tokens of several batches, and the index of each row."""
+    begins: dict[object, int] = {}
+    tables: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    end = 0
+    for weights in batches:
+        bias, index = weights._bias, weights._bias_places  # noqa: SLF001 - of the same module
+        if bias is None:
+            return None, None  # no batch has biases, because their keys are equal
+        # Several requests often have the same bias.
+        key: object = (bias.data_ptr(), bias.dtype, bias.shape, bias.stride())
+        if len(bias) > weights.count:  # without biases of other rows
+            bias, key = bias[moved(index, bias.device)], index  # hashed by identity
+            index = torch.arange(weights.count, device="cpu")
+        if key not in begins:
+            begins[key] = end
+            tables.append(bias.float())
+            end += len(bias)
+        places.append(index + begins[key])
+    if end == 1:
+        return tables[0], None
+    bias_index = torch.cat(places)
+    return torch.cat(tables), None if is_identity(bias_index.numpy(), end) else bias_index
 
 
 def _part_memory(use: str, rows: torch.Tensor, count: int) -> torch.Tensor:

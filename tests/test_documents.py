@@ -64,9 +64,10 @@ def spans(monkeypatch) -> InMemorySpanExporter:
     return exporter
 
 
-def test_the_guide_runs_on_an_accelerator(monkeypatch, spans):
+def test_the_guide_runs_on_an_accelerator(monkeypatch, spans, caplog):
     """Rows and results are on different devices."""
     torch.manual_seed(0)  # of the adapter
+    caplog.set_level(logging.WARNING, "genlm.batches")  # the level to return to
     with accelerated(monkeypatch):
         names = asyncio.run(run("".join(blocks("docs/guide.md")), {}))
     assert names["product"].device == names["difference"].device == SECOND

@@ -18,6 +18,7 @@ from scripted import ScriptedEngine, oracle_row
 
 from genlm.constraints import Automaton, Constraint, Language
 from genlm.smc import (
+    batch_resampled,
     effective_sample_size,
     normalised_weights,
     resampled,
@@ -193,6 +194,49 @@ def test_log_weights_that_are_no_numbers_are_refused(wrong, function):
 def test_a_single_number_is_no_log_weights():
     with pytest.raises(ValueError, match=r"shape \(particles,\); found \(\)"):
         resampled(0.0, 0.5)
+
+
+@given(st.data())
+def test_filters_are_resampled_independently(data):
+    size, count = data.draw(st.integers(1, 8)), data.draw(st.integers(0, 5))
+    log_weight = st.floats(-30, 30) | st.just(-math.inf)
+    filters = data.draw(
+        st.lists(
+            st.lists(log_weight, min_size=size, max_size=size), min_size=count, max_size=count
+        )
+    )
+    uniforms = np.array(data.draw(st.lists(UNIFORMS, min_size=count, max_size=count)))
+    below = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    log_weights = np.array(filters).reshape(count, size)
+    ancestors, new = batch_resampled(log_weights, uniforms, below)
+    assert ancestors.shape == (count * size,)
+    for index, logs in enumerate(filters):
+        expected = np.arange(size), np.array(logs)
+        if max(logs) > -math.inf:  # otherwise no particle can be chosen
+            expected = resampled(logs, uniforms[index], below)
+        members = ancestors[index * size : (index + 1) * size] - index * size
+        assert members.tolist() == expected[0].tolist()
+        np.testing.assert_array_equal(new[index], expected[1])
+    of_tensor = batch_resampled(torch.from_numpy(log_weights).float(), uniforms, below)
+    assert of_tensor[0].tolist() == ancestors.tolist()
+    assert of_tensor[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("log_weights", "uniforms", "message"),
+    [
+        (np.zeros(2), [0.5], r"shape \(filters, particles\); found \(2,\)"),
+        (np.zeros((2, 0)), [0.5, 0.5], r"shape \(filters, particles\); found \(2, 0\)"),
+        (np.zeros((2, 3)), [0.5], r"uniforms of shape \(1,\) for 2 filters"),
+        (np.zeros((2, 3)), 0.5, r"uniforms of shape \(\) for 2 filters"),
+        (np.zeros((2, 3)), [0.5, 1.0], "uniform=1.0"),
+        (np.array([[0.0, math.nan]]), [0.5], "NaN or inf"),
+        (np.array([[0.0, math.inf]]), [0.5], "NaN or inf"),
+    ],
+)
+def test_wrong_arguments_of_several_filters_are_refused(log_weights, uniforms, message):
+    with pytest.raises(ValueError, match=message):
+        batch_resampled(log_weights, uniforms)
 
 
 # -- steer ----------------------------------------------------------------------------

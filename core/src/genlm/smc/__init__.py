@@ -2,6 +2,7 @@
 
 from genlm.smc.particles import BatchStep, History, Particles, ParticlesBatch, Step
 from genlm.smc.resampling import (
+    batch_resampled,
     effective_sample_size,
     normalised_weights,
     resampled,
@@ -15,6 +16,7 @@ __all__ = [
     "Particles",
     "ParticlesBatch",
     "Step",
+    "batch_resampled",
     "batch_steer",
     "batch_steer_sync",
     "effective_sample_size",

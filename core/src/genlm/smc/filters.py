@@ -26,7 +26,7 @@ from genlm.smc.resampling import (
     Floats,
     LogWeights,
     RelativeWeights,
-    systematic_ancestors,
+    filter_ancestors,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +175,9 @@ class Filters:
         is_resampled = self._running & (weights.effective_size < self._resample_below * size)
         ancestors, next_log_weights = self._in_order, log_weights.copy()
         if is_resampled.any():
-            ancestors = self._ancestors(weights.values, is_resampled)
+            places = is_resampled.nonzero()[0].tolist()
+            uniforms = np.array([self._random[place].random() for place in places])
+            ancestors = filter_ancestors(weights.values, is_resampled, uniforms)
             members = (ancestors + np.arange(0, len(population), size)[:, None]).ravel()
             population = population[members]
             self._select(members)
@@ -186,24 +188,6 @@ class Filters:
         return ParticlesBatch(
             population, next_log_weights.copy(), steps, step_counts.copy(), batch.llm
         )
-
-    def _ancestors(self, weights: Floats, is_resampled: Flags) -> Integers64:
-        """Choose ancestors in some filters.
-
-        Args:
-            weights: Weights of the particles, shape `(filters, size)`.
-            is_resampled: Whether to choose ancestors in each filter, shape `(filters,)`.
-
-        Returns:
-            Index of each particle's ancestor in its filter, shape `(filters, size)`.
-        """
-        places = is_resampled.nonzero()[0]
-        uniforms = [self._random[place].random() for place in places.tolist()]
-        ancestors = self._in_order.copy()
-        ancestors[places] = systematic_ancestors(
-            weights[places], np.array(uniforms), weights.shape[1]
-        )
-        return ancestors
 
     def _of_members(self, values: Flags) -> Flags:
         """Return flags of filters for each of their members."""

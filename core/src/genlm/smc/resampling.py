@@ -97,11 +97,10 @@ def systematic_resampling(
         ValueError: `uniform` or `size` is out of range, or as `effective_sample_size`.
         TypeError: `uniform`, `size` or the log-weights are not numbers.
     """
-    if not 0 <= (uniform := checked_number("uniform", uniform)) < 1:
-        raise ValueError(f"uniform={uniform!r}; expected a number from 0 to below 1")
+    uniforms = np.array([_checked_uniform(uniform)])
     weights = _checked_weights(log_weights).values
     count = len(weights) if size is None else checked_size(size, 0)
-    ancestors = systematic_ancestors(weights[None], np.array([uniform]), count).reshape(-1)
+    ancestors = systematic_ancestors(weights[None], uniforms, count).reshape(-1)
     if isinstance(log_weights, torch.Tensor):
         return torch.from_numpy(ancestors).to(log_weights.device)
     return ancestors
@@ -127,6 +126,26 @@ def systematic_ancestors(weights: Floats, uniforms: Floats, size: int) -> npt.ND
     children[:, 1:] -= children[:, :-1].copy()
     members = np.arange(weights.size).repeat(children.ravel())
     ancestors: npt.NDArray[np.int64] = members.reshape(len(weights), size) % weights.shape[1]
+    return ancestors
+
+
+def filter_ancestors(
+    weights: Floats, is_resampled: npt.NDArray[np.bool_], uniforms: Floats
+) -> npt.NDArray[np.int64]:
+    """Choose ancestors in some of several filters, and keep the particles of the others.
+
+    Args:
+        weights: As `systematic_ancestors`.
+        is_resampled: Whether to choose ancestors in each filter, shape `(filters,)`.
+        uniforms: A random number for each of these filters.
+
+    Returns:
+        Index of each particle's ancestor in its filter, shape `(filters, particles)`.
+    """
+    ancestors = np.tile(np.arange(weights.shape[1]), (len(weights), 1))
+    ancestors[is_resampled] = systematic_ancestors(
+        weights[is_resampled], uniforms, weights.shape[1]
+    )
     return ancestors
 
 
@@ -165,19 +184,84 @@ def resampled(
         ValueError: `below` is not a share from 0 to 1, or as `systematic_resampling`.
         TypeError: As `systematic_resampling`.
     """
+    logs = float64_array(log_weights)
+    _checked_weights(logs)
+    ancestors, new_logs = _resampled(logs[None], np.array([_checked_uniform(uniform)]), below)
+    return _like(log_weights, ancestors, new_logs[0])
+
+
+@overload
+def batch_resampled(
+    log_weights: torch.Tensor, uniforms: npt.ArrayLike, below: float = 0.5
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def batch_resampled(
+    log_weights: npt.NDArray[np.floating], uniforms: npt.ArrayLike, below: float = 0.5
+) -> tuple[npt.NDArray[np.int64], Floats]: ...
+def batch_resampled(
+    log_weights: npt.NDArray[np.floating] | torch.Tensor,
+    uniforms: npt.ArrayLike,
+    below: float = 0.5,
+) -> tuple[npt.NDArray[np.int64] | torch.Tensor, Floats | torch.Tensor]:
+    """Resample each of several filters as `resampled` does; their particles are one population.
+
+        ancestors, log_weights = batch_resampled(log_weights, rng.random(len(log_weights)))
+        population = population[ancestors]
+
+    A filter whose particles all have weight 0 keeps its particles.
+
+    Args:
+        log_weights: One number per particle, shape `(filters, particles)`.
+        uniforms: A random number for each filter, shape `(filters,)`.
+        below: As `resampled`.
+
+    Returns:
+        Ancestors among the particles of all filters, one filter after the other, shape
+        `(filters * particles,)`, int64, and log-weights of the new particles, shape
+        `(filters, particles)`: numpy arrays or tensors, as `resampled`.
+
+    Raises:
+        ValueError: A log-weight is NaN or `inf`, or a shape, `uniforms` or `below` is wrong.
+        TypeError: The arguments are not numbers.
+    """
+    logs = float64_array(log_weights)
+    if logs.ndim != 2 or not logs.shape[1]:
+        raise ValueError(
+            f"expected log-weights of shape (filters, particles); found {logs.shape}"
+        )
+    if not (logs < np.inf).all():  # true for NaN
+        raise ValueError("expected log-weights that are finite or -inf; found NaN or inf")
+    numbers = host_array(uniforms, "uniforms")
+    if numbers.shape != logs.shape[:1]:
+        raise ValueError(
+            f"uniforms of shape {numbers.shape} for {len(logs)} filters; pass one for each"
+        )
+    checked = np.array([_checked_uniform(number) for number in numbers.tolist()])
+    return _like(log_weights, *_resampled(logs, checked, below))
+
+
+def _resampled(
+    logs: Floats, uniforms: Floats, below: float
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Resample each of several filters; see `batch_resampled`."""
     if not 0 <= (below := checked_number("below", below)) <= 1:
         raise ValueError(f"below={below!r}; expected a share from 0 to 1")
-    logs = float64_array(log_weights)
-    weights, size = _checked_weights(logs), len(logs)
-    if weights.effective_size >= below * size:
-        ancestors, new_logs = np.arange(size), logs
-    else:
-        ancestors = systematic_resampling(logs, uniform)
-        new_logs = np.full(size, weights.log_mean)
-    if isinstance(log_weights, torch.Tensor):
-        device = log_weights.device
-        return torch.from_numpy(ancestors).to(device), _as_tensor(new_logs, log_weights)
-    return ancestors, new_logs
+    weights, (filters, size) = RelativeWeights.of(logs), logs.shape
+    sizes = weights.effective_size
+    is_resampled = (sizes < below * size) & (sizes > 0)
+    ancestors = filter_ancestors(weights.values, is_resampled, uniforms[is_resampled])
+    ancestors += np.arange(0, filters * size, size)[:, None]
+    new_logs = np.where(is_resampled[:, None], weights.log_mean[:, None], logs)
+    return ancestors.reshape(-1), new_logs
+
+
+def _like(
+    log_weights: LogWeights, ancestors: npt.NDArray[np.int64], logs: Floats
+) -> tuple[npt.NDArray[np.int64] | torch.Tensor, Floats | torch.Tensor]:
+    """Return ancestors and log-weights as tensors if the given log-weights are a tensor."""
+    if not isinstance(log_weights, torch.Tensor):
+        return ancestors, logs
+    return torch.from_numpy(ancestors).to(log_weights.device), _as_tensor(logs, log_weights)
 
 
 class RelativeWeights(NamedTuple):
@@ -219,6 +303,12 @@ def float64_array(values: LogWeights) -> Floats:
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"log_weights has values of type {array.dtype}; expected numbers")
     return array.astype(np.float64, copy=False)
+
+
+def _checked_uniform(uniform: float) -> float:
+    if not 0 <= (number := checked_number("uniform", uniform)) < 1:
+        raise ValueError(f"uniform={number!r}; expected a number from 0 to below 1")
+    return number
 
 
 def _as_tensor(numbers: Floats, log_weights: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,21 @@ def test_draws_follow_their_definition(masks: str, bias: str, temperature: Any) 
         assert drawn.log_mass[4] == 0
 
 
+def test_joined_weights_have_the_biases_and_masks_of_each_row() -> None:
+    """Of three batches, of which the first and the last have the same bias."""
+    logits, numbers = some_logits(), random().random(COUNT)
+    common, own = BIASES["of tokens"], BIASES["of each"][2:4]
+    batches = [
+        RowWeights((2, SIZE), ALLOWED[:2], bias=common, temperature=0.7),
+        RowWeights((2, SIZE), ALLOWED[2:4], bias=own, temperature=2.0),
+        RowWeights((1, SIZE), ALLOWED[4], bias=common, temperature=0.7),
+    ]
+    drawn = draw(logits, numbers, RowWeights.joined(batches))
+    bias = np.stack([common, common, *own, common])
+    temperatures = np.array([0.7, 0.7, 2.0, 2.0, 0.7])
+    check(drawn, logits, numbers, allowed=ALLOWED, bias=bias, temperatures=temperatures)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_other_dtypes_are_read_where_they_are(dtype: torch.dtype) -> None:
     padded = torch.cat([some_logits(), some_logits(3)], 1).to(dtype)

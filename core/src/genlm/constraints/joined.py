@@ -40,17 +40,34 @@ class JoinedConstraint(Constraint):
     Args:
         parts: The constraints.
         members: The members of each constraint, in its order; together, each member once.
+            Constraints without members are dropped if another one has members.
         vocab_size: Number of token ids.
     """
 
     def __init__(
         self, parts: Sequence[Constraint], members: Sequence[Integers64], vocab_size: int
     ) -> None:
-        self._parts = parts
-        self._members = members
+        pairs = [*zip(parts, members, strict=True)]
+        self._pairs = [pair for pair in pairs if len(pair[1])] or pairs[:1]
         self._vocab_size = vocab_size
         # Place of each member among the members of all constraints, one after the other.
         self._order = np.argsort(np.concatenate(members))
+
+    @classmethod
+    def of(cls, constraints: Sequence[Constraint], vocab_size: int) -> JoinedConstraint:
+        """Return the members of at least one constraint, one constraint after the other."""
+        parts: list[Constraint] = []
+        members: list[Integers64] = []
+        begin = 0
+        for constraint in constraints:
+            pairs = [(constraint, np.arange(len(constraint)))]
+            if isinstance(constraint, cls):
+                pairs = constraint._pairs  # noqa: SLF001 - of the same class
+            for part, places in pairs:
+                parts.append(part)
+                members.append(places + begin)
+            begin += len(constraint)
+        return cls(parts, members, vocab_size)
 
     @property
     def finished(self) -> Flags:  # type: ignore[override]
@@ -65,7 +82,7 @@ class JoinedConstraint(Constraint):
         return log_potential
 
     def _attribute(self, name: str) -> Any:
-        values = [attribute_values(part, name) for part in self._parts]
+        values = [attribute_values(part, name) for part, _ in self._pairs]
         return np.concatenate(values)[self._order]
 
     def __len__(self) -> int:
@@ -76,7 +93,7 @@ class JoinedConstraint(Constraint):
         return self._draw_masks()
 
     def _draw_masks(self) -> tuple[MasksLike, Integers64 | None]:
-        batches = [mask_of_each_member(part, self._vocab_size) for part in self._parts]
+        batches = [mask_of_each_member(part, self._vocab_size) for part, _ in self._pairs]
 
         def joined() -> RowMasks:
             return RowMasks.joined(batches).of(self._order)
@@ -92,10 +109,11 @@ class JoinedConstraint(Constraint):
             checked_result(part.advance(ids[members]), part, "advance")
             for part, members in self._pairs
         ]
-        return JoinedConstraint(parts, self._members, self._vocab_size)
+        members = [members for _, members in self._pairs]
+        return JoinedConstraint(parts, members, self._vocab_size)
 
     def __getitem__(self, ancestors: Any) -> JoinedConstraint:
-        sizes = np.array([len(part) for part in self._parts])
+        sizes = np.array([len(part) for part, _ in self._pairs])
         index = self._order[member_index(ancestors)]
         selected_parts = np.repeat(np.arange(len(sizes)), sizes)[index]
         places = ranges(0, sizes)[index]
@@ -104,19 +122,15 @@ class JoinedConstraint(Constraint):
         all_members = np.split(by_part, counts.cumsum()[:-1])
         parts = [
             checked_result(part[places[selected]], part, "indexing", len(selected))
-            for part, selected in zip(self._parts, all_members, strict=True)
+            for (part, _), selected in zip(self._pairs, all_members, strict=True)
         ]
         return JoinedConstraint(parts, all_members, self._vocab_size)
-
-    @property
-    def _pairs(self) -> Iterable[tuple[Constraint, Integers64]]:
-        return zip(self._parts, self._members, strict=True)
 
     @property
     def _has_own_proposal(self) -> bool:
         return any(
             part._has_own_proposal  # noqa: SLF001 - of the same package
-            for part in self._parts
+            for part, _ in self._pairs
         )
 
     async def draw(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from genlm.core.base.arrays import host_array
 from genlm.core.base.blocking import run_blocking
 from genlm.core.model.draw_settings import DrawSettings
+from genlm.core.model.lm import AsyncLM, checked_model
 from genlm.core.model.members import Members, checked_array
 from genlm.core.rows.row_masks import RowMasks
 
@@ -73,6 +74,31 @@ class Constraint(ABC):
     @abstractmethod
     def __getitem__(self, ancestors: Any) -> Self:
         """Return the constraint of selected members, possibly with repetitions."""
+
+    @staticmethod
+    def cat(llm: AsyncLM, constraints: Iterable[Constraint]) -> Constraint:
+        """Return the constraint of the members of several constraints, in order.
+
+        Each member keeps its own language, so one population may follow several, and finished
+        members can be replaced as by `Population.cat`.
+
+        Args:
+            llm: Model of the populations that follow the constraints.
+            constraints: At least one.
+
+        Raises:
+            ValueError: There are no constraints.
+            TypeError: One of them is not a constraint.
+        """
+        from genlm.constraints.joined import JoinedConstraint  # a subclass
+
+        constraints = list(constraints)
+        if not constraints:
+            raise ValueError("no constraints; pass at least one")
+        for constraint in constraints:
+            if not isinstance(constraint, Constraint):
+                raise TypeError(f"expected constraints; found {constraint!r:.80}")
+        return JoinedConstraint.of(constraints, checked_model(llm).vocab_size)
 
     __iter__ = None
     """Iteration raises a `TypeError`: members are selected by slices or arrays."""

@@ -7,6 +7,8 @@ if it calls `batch_steer`. Contestants:
 - `one filter`: `steer` with one prompt and as many particles as all filters have together, the
   limit of what filters with different prompts can reach.
 - `batch`: `batch_steer`.
+- `own loop`: a loop of the program's own over one population of all particles, with
+  `batch_resampled` and, if there are languages, `Constraint.cat`.
 - `concurrent`: `asyncio.gather` of `steer` for each prompt.
 
 Prompts have 20 to 60 tokens. A potential makes the weights unequal, so that filters are
@@ -36,8 +38,8 @@ from particle_population import CLOCKS, Clock
 from report import in_turn, print_cases
 
 import genlm
-from genlm.constraints import Automaton
-from genlm.smc import batch_steer, steer
+from genlm.constraints import Automaton, Constraint
+from genlm.smc import batch_resampled, batch_steer, steer
 
 SEED, STEPS = 5, 24
 
@@ -76,6 +78,10 @@ class Filters:
             "resample_below": 0.8,
         }
 
+    @property
+    def _has_one_language(self) -> bool:
+        return all(language is self.languages[0] for language in self.languages)
+
     async def one_filter(self) -> None:
         options = self.options | {"constraint": self.languages[0], "seed": SEED}
         size = self.count * self.size
@@ -83,11 +89,37 @@ class Filters:
             pass
 
     async def batch(self) -> None:
-        languages = self.languages
-        is_one = all(language is languages[0] for language in languages)
-        options = self.options | {"constraint": languages[0] if is_one else languages}
+        languages = self.languages[0] if self._has_one_language else self.languages
+        options = self.options | {"constraint": languages}
         async for _ in batch_steer(self.llm, self.prompts, self.size, **options, seed=SEED):
             pass
+
+    async def own_loop(self) -> None:
+        llm, size, log_weights = self.llm, self.size, np.zeros((self.count, self.size))
+        generator = np.random.default_rng(SEED)
+        population = llm.population([ids for ids in self.prompts for _ in range(size)])
+        constraint = None
+        if self.languages[0] is not None:
+            constraint = (
+                self.languages[0].start(llm, len(population))
+                if self._has_one_language
+                else Constraint.cat(llm, [each.start(llm, size) for each in self.languages])
+            )
+        for _ in range(STEPS):
+            if constraint is None:
+                drawn = await population.draw(seed=SEED)
+            else:
+                drawn = await constraint.draw(population, seed=SEED)
+            log_weights += drawn.log_mass.numpy().reshape(log_weights.shape)
+            log_weights -= potential(population).reshape(log_weights.shape)
+            population = population.extend(drawn.token_ids)
+            log_weights += potential(population).reshape(log_weights.shape)
+            ancestors, log_weights = batch_resampled(
+                log_weights, generator.random(self.count), 0.8
+            )
+            population = population[ancestors]
+            if constraint is not None:
+                constraint = constraint.advance(drawn.token_ids)[ancestors]
 
     async def concurrent(self) -> None:
         await asyncio.gather(*map(self._filter, range(self.count)))
@@ -129,6 +161,7 @@ def main() -> None:
                     contestants = {
                         "one filter": filters.one_filter,
                         "batch": filters.batch,
+                        "own loop": filters.own_loop,
                         "concurrent": filters.concurrent,
                     }
                     for run in contestants.values():

@@ -204,3 +204,18 @@ def test_an_engine_without_lora_says_how_to_get_it(tiny: Any, engine: Any) -> No
         assert "'enable_lora': True" in other.capability_hints[Capability.LORA]
     finally:
         other.close()
+
+
+def test_adapters_of_layers_without_slots_are_refused(tiny: Any, tmp_path: Path) -> None:
+    engine = tiny.engine(multiprocess=True, lora_target_modules=["down_proj"])
+    try:
+        with pytest.raises(
+            AdapterError, match=r"without its weights of .*q_proj.*=\['down_proj'\]"
+        ):
+            engine.add_adapter("red", tiny.adapters["red"])
+        model = transformers.AutoModelForCausalLM.from_pretrained(tiny.path)
+        save_adapter(model, tmp_path, ["down_proj"])
+        engine.add_adapter("down", str(tmp_path))
+        assert engine._adapters.names == ("down",)
+    finally:
+        engine.close()

@@ -1,10 +1,10 @@
 """LoRA adapters of a vLLM engine, which are checked and loaded before requests use them.
 
 vLLM ignores settings that it does not know, pads weights that are too small for the model, and
-skips layers that the model does not have. An adapter that fails while a request is computed
-ends the whole engine. Therefore every adapter is checked and loaded first. vLLM identifies an
-adapter by an integer, which is never reused. Loaded adapters are not evicted, because vLLM
-would read their folders again during a step.
+skips layers that the model does not have or that `lora_target_modules` does not name. An
+adapter that fails while a request is computed ends the whole engine. Therefore every adapter is
+checked and loaded first. vLLM identifies an adapter by an integer, which is never reused.
+Loaded adapters are not evicted, because vLLM would read their folders again during a step.
 """
 
 from __future__ import annotations
@@ -83,9 +83,20 @@ class Adapters(AdapterTable[Any]):
         except EvaluationError as error:
             problem = " ".join(str(error).split())
         else:
-            if all(loaded):
+            if None in loaded:
+                problem = "a worker did not load it"
+            elif unused := set.intersection(*map(set, loaded)):
+                targets = self._engine.vllm_config.lora_config.target_modules
+                problem = (
+                    f"it would be computed without its weights of {', '.join(sorted(unused))}"
+                )
+                if targets is not None:
+                    problem += (
+                        f"; the model was loaded with "
+                        f"engine_opts['lora_target_modules']={sorted(targets)}"
+                    )
+            else:
                 return None
-            problem = "a worker did not load it"
         call_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
         return problem
 

@@ -89,6 +89,10 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing",
     "vllm.model_executor.layers.attention.Attention": "kv_cache sliding_window "
     "get_attn_backend",
+    "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager.LoRAModelManager": "modules get_adapter",
+    "vllm.lora.lora_model.LoRAModel": "loras",
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": "lora_manager",
     "vllm.lora.layers.LogitsProcessorWithLoRA": "punica_wrapper",
     "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase": "_sampler_indices indices_len "
     "token_lora_indices",

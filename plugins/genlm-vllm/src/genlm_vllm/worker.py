@@ -225,9 +225,18 @@ class RowWorker:
         }
 
     @_returns_errors
-    def genlm_add_adapter(self, request: Any) -> bool:
-        """Load the adapter of a `LoRARequest`; return whether vLLM loaded it."""
-        return bool(self.add_lora(request))
+    def genlm_add_adapter(self, request: Any) -> list[str] | None:
+        """Load the adapter of a `LoRARequest`.
+
+        Returns:
+            Modules of the adapter whose weights vLLM does not apply on this worker; None if it
+            did not load the adapter.
+        """
+        if not self.add_lora(request):
+            return None
+        manager = self.model_runner.lora_manager._adapter_manager  # noqa: SLF001
+        adapter = manager.get_adapter(request.lora_int_id)
+        return sorted(adapter.loras.keys() - manager.modules.keys())
 
     @_returns_errors
     def genlm_remove_adapter(self, number: int) -> None:

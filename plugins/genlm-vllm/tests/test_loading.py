@@ -30,7 +30,13 @@ def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
         "enable_batch_sharded_sampling": True,
         "prefill_context_parallel_size": 2,
         "skip_tokenizer_init": True,
+        "tokens_only": True,
+        "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        "enable_prompt_embeds": True,
+        "runner": "pooling",
+        "convert": "embed",
         "data_parallel_size": 2,
+        "nnodes": 2,
     }.items():
         with pytest.raises(ValueError, match=f"{name}.*leave it out"):
             VLLMEngine(tiny.path, engine_opts={name: value})
@@ -53,7 +59,8 @@ def test_adapters_in_float32_are_refused_on_a_gpu() -> None:
 
 def test_values_without_an_effect_are_not_refused() -> None:
     options = {"enable_batch_sharded_sampling": False, "speculative_config": None}
-    options |= {"data_parallel_size": 1, "prefill_context_parallel_size": 1}
+    options |= {"data_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
+    options |= {"runner": "generate", "convert": "none", "kv_cache_dtype": "fp8"}
     assert engine_arguments("m", options).items() >= options.items()
 
 
@@ -104,6 +111,11 @@ def test_several_workers_need_processes(tiny: Any) -> None:
     ("options", "message"),
     [
         ({"distributed_executor_backend": "ray"}, "Ray's workers on 'cpu'"),
+        ({"distributed_executor_backend": "external_launcher"}, "of a launcher.*out"),
+        ({"kv_cache_dtype": "bfloat16"}, "a CPU does not support: rows would be wrong.*fp8"),
+        ({"kv_offloading_size": 0.01}, "from GPUs only"),
+        ({"max_model_len": 1}, "max_model_len=1 has no room"),
+        ({"num_gpu_blocks_override": 1}, "one of which vLLM reserves"),
         ({"pipeline_parallel_size": 2, "enable_lora": True}, "with enable_lora, at the first"),
         ({"pipeline_parallel_size": 2, "enforce_eager": True}, "with enforce_eager, at the"),
     ],

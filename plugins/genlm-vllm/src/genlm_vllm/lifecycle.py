@@ -208,6 +208,10 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
 
     if not current_platform.is_cpu() or "memory" not in cause.lower():
         return ""
+    if "num_gpu_blocks_override" in engine_opts:
+        return (
+            " (num_gpu_blocks_override is the number of KV blocks, one of which vLLM reserves)"
+        )
     if "gpu_memory_utilization" in engine_opts:
         return (
             " (on a CPU, gpu_memory_utilization is the share of a memory node that the whole "

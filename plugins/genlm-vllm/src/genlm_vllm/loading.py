@@ -43,11 +43,29 @@ _REFUSED = {
         "rows of drafted tokens would be taken for rows of the sequence",
     ),
     "enable_batch_sharded_sampling": "each rank would have the rows of only some requests",
-    "skip_tokenizer_init": "the tokenizer's ids define the rows",
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "tokens_only"), "the tokenizer's ids define the rows"
+    ),
+    "kv_transfer_config": "a connector would supply keys and values by their tokens, also "
+    "those of earlier weights, of other adapters and of other programs",
+    "enable_prompt_embeds": "vLLM would add a token to the tokenizer, also for later engines "
+    "of this process, so that rows would have an entry that the model does not have",
+    **dict.fromkeys(
+        ("runner", "convert"), "a model for pooling has no distribution of the next token"
+    ),
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
     "prefill_context_parallel_size": "several ranks would store rows, which is untested",
+    "nnodes": "vLLM would wait for programs on other machines, which only distribute its own "
+    "requests; distributed_executor_backend='ray' runs workers there",
 }
 """Refused options and the reasons; values that disable an option are accepted."""
+
+_ACCEPTED = {
+    **dict.fromkeys(("data_parallel_size", "prefill_context_parallel_size", "nnodes"), (1,)),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+}
+"""Values of refused options that are accepted, besides false ones."""
 
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
@@ -103,7 +121,7 @@ def engine_arguments(
             matches = difflib.get_close_matches(name, option_names, n=1)
             hint = f" Did you mean {matches[0]!r}?" if matches else ""
             raise TypeError(f"vllm.EngineArgs has no option {name!r}.{hint}")
-        if name in _REFUSED and value and not (name.endswith("size") and value == 1):
+        if name in _REFUSED and value and value not in _ACCEPTED.get(name, ()):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_REFUSED[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
@@ -127,8 +145,13 @@ def engine_arguments(
 
 def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
     """Return why options fail on a platform where vLLM would fail late or without a reason."""
-    ray = engine_opts.get("distributed_executor_backend") == "ray"
-    if ray and not platform.ray_device_key:
+    executor = engine_opts.get("distributed_executor_backend")
+    if executor == "external_launcher":
+        return (
+            "vLLM would compute only together with other processes of a launcher. Leave "
+            "distributed_executor_backend out, which starts the workers"
+        )
+    if executor == "ray" and not platform.ray_device_key:
         return (
             f"vLLM does not run Ray's workers on {platform.device_name!r}. Leave "
             f"distributed_executor_backend out to run the workers as processes of this machine"
@@ -139,8 +162,24 @@ def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
             f"vLLM's kernels for adapters compute in float16 and bfloat16 on "
             f"{platform.device_name!r}. Pass dtype='bfloat16'"
         )
-    pipeline = engine_opts.get("pipeline_parallel_size", 1) > 1
-    if platform.is_cpu() and pipeline:
+    return _unsupported_on_cpu(engine_opts, dtype) if platform.is_cpu() else None
+
+
+def _unsupported_on_cpu(engine_opts: Mapping[str, Any], dtype: str) -> str | None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if engine_opts.get("kv_offloading_size"):
+        return "vLLM offloads KV blocks from GPUs only. Leave kv_offloading_size out"
+    cache_dtype = engine_opts.get("kv_cache_dtype", "auto")
+    cache_dtypes = CPUAttentionBackend.supported_kv_cache_dtypes
+    # vLLM checks the dtypes that a backend supports on GPUs only.
+    if cache_dtype not in cache_dtypes and cache_dtype != (dtype or "float32"):
+        return (
+            f"kv_cache_dtype={cache_dtype!r}, which vLLM's attention on a CPU does not "
+            f"support: rows would be wrong. Leave it out, or pass one of "
+            f"{', '.join(cache_dtypes)}"
+        )
+    if engine_opts.get("pipeline_parallel_size", 1) > 1:
         for name in ("enable_lora", "enforce_eager"):
             if engine_opts.get(name):
                 return (

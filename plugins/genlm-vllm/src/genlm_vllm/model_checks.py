@@ -31,6 +31,10 @@ _AUTOMATIC = (None, -1, "auto")
 """Values of `max_model_len` with which vLLM chooses the length."""
 
 
+_SHORTEST = 2
+"""Smallest `max_model_len`: a token of a context, and one that vLLM generates."""
+
+
 def required_arguments(
     config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -53,6 +57,11 @@ def _max_length_argument(
     config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Limit contexts if rotary frequencies depend on their length, which vLLM ignores."""
+    if config.model_config.max_model_len < _SHORTEST:
+        raise ModelLoadError(
+            f"max_model_len={config.model_config.max_model_len} has no room for a context, "
+            f"because vLLM generates a token; pass at least {_SHORTEST}"
+        )
     if not facts.rope_by_longest:
         return {}
     limit = facts.original_positions

@@ -93,6 +93,8 @@ def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
             SGLEngine(model, engine_opts=options)
     with pytest.raises(genlm.ModelLoadError):
         SGLEngine("genlm/no-such-model", engine_opts=options)
+    with pytest.raises(genlm.ModelLoadError, match="NVTX functions not installed"):
+        build(enable_layerwise_nvtx_marker=True)  # hooks, also of modules that models share
     prompts = prompts_of(5, 9)
     assert largest_error(tiny, prompts, answers(build(), prompts)) <= TOLERANCE
 

@@ -52,6 +52,7 @@ def configure(options: Mapping[str, Any], rank: int, gpu_id: int) -> RunnerConfi
     from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(**options)
@@ -60,6 +61,8 @@ def configure(options: Mapping[str, Any], rank: int, gpu_id: int) -> RunnerConfi
     # If loading a mixture-of-experts model fails, the locations of its experts remain, and the
     # next model fails with an AssertionError.
     runtime_context.get_resources().expert_location_metadata = None
+    # Models share these modules, on which hooks of options such as `forward_hooks` remain.
+    factory._ROPE_DICT.clear()  # noqa: SLF001
     gpu_id += rank * arguments.gpu_id_step
     ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=gpu_id)
     runtime_context.publish(arguments, role="scheduler", ranks=ranks)

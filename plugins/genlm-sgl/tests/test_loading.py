@@ -77,7 +77,9 @@ def test_an_engine_on_another_version_is_not_built(
     build()
 
 
-@pytest.mark.parametrize("option", ["dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes"])
+@pytest.mark.parametrize(
+    "option", ["dp_size", "attn_dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes"]
+)
 def test_other_kinds_of_parallelism_are_refused(build: Any, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}.*only {option}=1; divide .* by tp_size"):
         build(**{option: 2})
@@ -90,6 +92,7 @@ def test_other_kinds_of_parallelism_are_refused(build: Any, option: str) -> None
         ("speculative_algorithm", "NGRAM"),
         ("dllm_algorithm", "LowConfidence"),
         ("disaggregation_mode", "prefill"),
+        ("gated_launch_port", 29911),
         ("is_embedding", True),
         ("skip_tokenizer_init", True),
         ("enable_hierarchical_cache", True),
@@ -110,6 +113,26 @@ def test_a_machine_with_any_accelerator_computes_on_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # such as an XPU
     assert not runs_on_cpu({})
     assert runs_on_cpu({"device": "cpu"})
+
+
+def test_a_device_that_torch_does_not_find_is_refused(build: Any) -> None:
+    with pytest.raises(ModelLoadError, match="'cuda' is not available; torch finds no"):
+        build(device="cuda")
+
+
+def test_a_cache_without_a_place_for_a_sequence_is_refused(build: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"no place for a sequence; .*'max_total_tokens'"):
+        build(max_total_tokens=1)
+
+
+def test_a_backend_that_does_not_compute_prompts_is_refused(build: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"cannot compute a prompt .* active drivers"):
+        build(prefill_attention_backend="triton")
+
+
+def test_ranks_do_not_meet_at_the_address_of_a_server() -> None:
+    expected = {"host": "127.0.0.1"}
+    assert checked_options({"host": "example.invalid"}, frozenset({"host"})) == expected
 
 
 def test_every_rank_has_cores_of_its_own_where_there_are_enough(

@@ -40,6 +40,7 @@ from genlm_sgl.adapters import Adapters
 from genlm_sgl.corrections import ModelCorrections
 from genlm_sgl.forward import SGLangForward
 from genlm_sgl.loading import (
+    check_device,
     check_imported_modules,
     checked_options,
     cpu_sizes,
@@ -142,6 +143,7 @@ class SGLEngine(PrefixEngine):
         loading_stage("starting SGLang: weights, memory, kernels")
         cpu, ranks = runs_on_cpu(requested), requested.get("tp_size", 1)
         checked_integer("engine_opts['tp_size']", ranks, 1)
+        check_device(requested)
         if cpu:
             check_imported_modules()
         variables = environment(cpu=cpu, options=requested)
@@ -184,6 +186,8 @@ class SGLEngine(PrefixEngine):
         adapters = Adapters(served)
         width = max(served.embedding_rows, self.vocabulary.size)
         self._why_decoded = self._prepare_scores(adapters, width)
+        if self._why_decoded is not None:
+            self._check_prompt(self._build_path(adapters, width, reads_states=False))
         path = self._build_path(adapters, width, reads_states=self._why_decoded is None)
         hints = {} if options.get("enable_lora") else {Capability.LORA: _LORA_HINT}
         self.serve(
@@ -227,17 +231,37 @@ class SGLEngine(PrefixEngine):
             )
         return reason
 
+    def _check_prompt(self, path: PrefixRows) -> None:
+        """Compute a prompt, which backends that only decode cannot.
+
+        Raises:
+            ModelLoadError: SGLang raises an error.
+        """
+        try:
+            with quiet():
+                path.rows(None, [TokenSequence.of(self._prompt())])
+        except Exception as error:
+            raise ModelLoadError(
+                f"SGLang {self._version} cannot compute a prompt of this model with these "
+                f"options; it raised {describe_error(error)}"
+            ) from error
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Return a prompt that is an extend, if the context is long enough."""
+        missing = set(self.vocabulary.missing_ids)
+        embedded = range(min(self._served.embedding_rows, self.vocabulary.size))
+        token_id = next(i for i in embedded if i not in missing)
+        assert self.max_context is not None  # noqa: S101 - set before
+        return (token_id,) * min(self.max_context, 16)
+
     def _compare_scores(self, path: PrefixRows) -> None:
         """Score a text without and with its prefix cached, and compare the scores with a row.
 
         Raises:
             EvaluationError: A score differs from the log-probability in the row.
         """
-        missing = set(self.vocabulary.missing_ids)
-        embedded = range(min(self._served.embedding_rows, self.vocabulary.size))
-        token_id = next(i for i in embedded if i not in missing)
-        assert self.max_context is not None  # noqa: S101 - set before
-        ids = (token_id,) * min(self.max_context, 16)
+        ids = self._prompt()
+        token_id = ids[0]
         expected = float(path.rows(None, [TokenSequence.of(ids)])[0, token_id])
         # In other dtypes rounding differs between the two matrix products.
         bound = 1e-3 if self._served.dtype == torch.float32 else 0.25

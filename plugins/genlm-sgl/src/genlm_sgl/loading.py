@@ -20,13 +20,14 @@ from genlm.plugin import (
     dtype_name,
 )
 
-_ONE = ("dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
+_ONE = ("dp_size", "attn_dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 
 _REFUSED = {
     "speculative_algorithm": "its passes compute and draw several tokens of a request",
     "dllm_algorithm": "a diffusion model has no row after each prefix",
     "disaggregation_mode": "requests would wait for another server",
+    "gated_launch_port": "loading would wait for a request to this port",
     "is_embedding": "an embedding model computes no logits",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
     "enable_hierarchical_cache": "the KV cache contains genlm's prefix tree",
@@ -112,6 +113,21 @@ def runs_on_cpu(options: Mapping[str, Any]) -> bool:
     return options.get("device") == "cpu" or not torch.accelerator.is_available()
 
 
+def check_device(options: Mapping[str, Any]) -> None:
+    """Check that torch has the device of the caller's options.
+
+    Raises:
+        ModelLoadError: It has no such device.
+    """
+    device = options.get("device")
+    if device in {None, "cpu"} or torch.accelerator.is_available():
+        return
+    raise ModelLoadError(
+        f"engine_opts['device']={device!r} is not available; torch finds no accelerator. "
+        f"Leave it out to compute on the CPU, or install a torch for your device"
+    )
+
+
 def default_options(*, cpu: bool) -> dict[str, Any]:
     """Return the default arguments of `ServerArgs`.
 
@@ -192,7 +208,9 @@ def checked_options(options: Mapping[str, Any], supported: frozenset[str]) -> di
                 f"engine_opts[{name!r}]: not an option of SGLang's ServerArgs.{hint}"
             )
     dtype = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
-    return {**options, **dtype}
+    # The ranks, which are on this machine, would find each other at the server's address.
+    host = {"host": "127.0.0.1"} if "host" in options else {}
+    return {**options, **dtype, **host}
 
 
 def _format_options(engine_opts: Mapping[str, Any]) -> str:

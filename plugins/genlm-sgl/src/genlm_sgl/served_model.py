@@ -88,6 +88,11 @@ class ServedModel:
                 f"tokens, and genlm-sgl needs pages of one token; choose another backend, for "
                 f"example engine_opts={{'attention_backend': 'triton'}}"
             )
+        if not runner.req_to_token_pool.size:
+            raise ModelLoadError(
+                "SGLang has no place for a sequence; raise engine_opts['max_total_tokens'] or "
+                "engine_opts['max_running_requests']"
+            )
         reasons = {
             "an encoder": runner.model_config.is_encoder_decoder,
             "n-gram embeddings": runner.ngram_embedding_manager.enabled,

@@ -115,6 +115,10 @@ def test_several_workers_need_processes(tiny: Any) -> None:
         ({"kv_cache_dtype": "bfloat16"}, "a CPU does not support: rows would be wrong.*fp8"),
         ({"kv_offloading_size": 0.01}, "from GPUs only"),
         ({"max_model_len": 1}, "max_model_len=1 has no room"),
+        (
+            {"enable_chunked_prefill": False, "max_num_scheduled_tokens": 20},
+            "max_num_scheduled_tokens=20 is less than max_model_len=",
+        ),
         ({"num_gpu_blocks_override": 1}, "one of which vLLM reserves"),
         ({"pipeline_parallel_size": 2, "enable_lora": True}, "with enable_lora, at the first"),
         ({"pipeline_parallel_size": 2, "enforce_eager": True}, "with enforce_eager, at the"),

@@ -48,9 +48,22 @@ def required_arguments(
     Raises:
         ModelLoadError: The user's options contradict them.
     """
+    _check_step(config)
     return _max_length_argument(config, facts, engine_opts) | _prefix_cache_argument(
         config, facts, engine_opts
     )
+
+
+def _check_step(config: Any) -> None:
+    """Refuse contexts that vLLM would never compute, because they must fit into one step."""
+    longest, scheduler = config.model_config.max_model_len, config.scheduler_config
+    tokens = scheduler.max_num_scheduled_tokens
+    if not scheduler.enable_chunked_prefill and tokens is not None and tokens < longest:
+        raise ModelLoadError(
+            f"max_num_scheduled_tokens={tokens} is less than max_model_len={longest}, and "
+            f"with enable_chunked_prefill=False vLLM would not compute longer contexts. Raise "
+            f"it, or leave one of the two options out"
+        )
 
 
 def _max_length_argument(

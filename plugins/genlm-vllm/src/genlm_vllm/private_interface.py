@@ -43,7 +43,7 @@ _NAMES: Mapping[str, str] = {
     "vllm.v1.core.sched.request_queue.PriorityRequestQueue.add_request": "self request",
     "vllm.v1.core.sched.request_queue.PriorityRequestQueue.remove_requests": "self requests",
     "vllm.config.SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens "
-    "enable_chunked_prefill",
+    "max_num_scheduled_tokens enable_chunked_prefill",
     "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
     "pooling_params arrival_time lora_request priority block_hasher",
     "vllm.v1.request.Request.append_output_token_ids": "self token_ids",

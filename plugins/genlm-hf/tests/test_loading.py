@@ -254,6 +254,12 @@ def test_an_option_of_bitsandbytes_that_transformers_would_ignore_is_refused(
     assert message.startswith("bitsandbytes_opts has load_in_4bits; BitsAndBytesConfig takes ")
 
 
+def test_a_quantisation_without_a_number_of_bits_is_refused(tmp_path: Path) -> None:
+    for options in ({"llm_int8_threshold": 4.0}, {"load_in_8bit": False}):
+        message = refusal(tmp_path, ValueError, bitsandbytes_opts=options)
+        assert "has neither load_in_8bit=True nor load_in_4bit=True" in message
+
+
 @pytest.mark.parametrize("name", ["hf_opts", "bitsandbytes_opts"])
 def test_options_that_are_no_mapping_are_refused(folder: Path, name: str) -> None:
     assert f"{name}='4bit'; expected a mapping" in refusal(folder, TypeError, **{name: "4bit"})

@@ -189,6 +189,11 @@ def _quantisation_arguments(
             f"bitsandbytes_opts has {', '.join(unknown)}; BitsAndBytesConfig takes "
             f"{', '.join(sorted(known))}"
         )
+    if not (config.load_in_8bit or config.load_in_4bit):  # bitsandbytes would use 4 bit
+        raise ValueError(
+            f"bitsandbytes_opts={dict(options)} has neither load_in_8bit=True nor "
+            f"load_in_4bit=True; add one of them"
+        )
     settings = {"quantization_config": config}
     return settings if device is None else {**settings, "device_map": {"": device}}
 

@@ -132,6 +132,15 @@ def test_a_window_that_torch_would_mask_otherwise_is_not_set(
         serve(WINDOW)
 
 
+@pytest.mark.parametrize("option", ["attention_backend", "prefill_attention_backend"])
+def test_a_window_that_a_backend_ignores_is_refused(serve: Serve, option: str) -> None:
+    name = "gemma3_text with a window of 16"
+    with pytest.raises(ModelLoadError, match=r"ignores the sliding window .* flex_attention"):
+        serve(name, {option: "flex_attention"})
+    engine, model = serve(name, {option: "flex_attention", "context_length": 16})
+    assert error_of(engine, model, 1, engine.max_context) <= BOUND
+
+
 # -- rotary embeddings ----------------------------------------------------------------
 
 
@@ -175,11 +184,15 @@ def test_another_base_of_rotary_embeddings_is_refused(serve: Serve, again: bool)
 # -- scores, activations, biases ------------------------------------------------------
 
 
-def test_capped_scores_are_refused_where_attention_is_plain_torch(serve: Serve) -> None:
+@pytest.mark.parametrize("backend", ["torch_native", "flex_attention"])
+def test_capped_scores_are_refused_where_attention_is_torchs(
+    serve: Serve, backend: str
+) -> None:
     # SGLang reads a setting of Gemma 2 that has another name in transformers.
     overrides = json.dumps({"hidden_act": "gelu_pytorch_tanh"})
+    options = {"json_model_override_args": overrides, "attention_backend": backend}
     with pytest.raises(ModelLoadError, match="does not cap the attention scores of Gemma2"):
-        serve("gemma2 with capped scores", {"json_model_override_args": overrides})
+        serve("gemma2 with capped scores", options)
 
 
 @pytest.mark.usefixtures("uncorrected")
@@ -272,14 +285,14 @@ def test_other_words_for_unverified_models_are_refused(serve: Serve) -> None:
 # -- models that load and fail --------------------------------------------------------
 
 
-def test_a_model_that_fails_its_first_row_is_closed_and_the_next_is_served(
+def test_a_model_that_fails_its_first_prompt_is_closed_and_the_next_is_served(
     serve: Serve, tmp_path: Path
 ) -> None:
     model = TinyModel.of(tmp_path / "phi", families()["phi"])
     options = {"device": "cpu", "max_total_tokens": 2048}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnverifiedModelWarning)
-        with pytest.raises(ModelLoadError, match=r"first row failed: .*shape mismatch"):
+        with pytest.raises(ModelLoadError, match=r"cannot compute a prompt .*shape mismatch"):
             genlm.load_model(model.path, "sgl", engine_opts=options)
     engine, model = serve("llama")
     assert error_of(engine, model, 9) <= BOUND

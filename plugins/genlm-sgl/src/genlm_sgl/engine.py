@@ -242,8 +242,8 @@ class SGLEngine(PrefixEngine):
                 path.rows(None, [TokenSequence.of(self._prompt())])
         except Exception as error:
             raise ModelLoadError(
-                f"SGLang {self._version} cannot compute a prompt of this model with these "
-                f"options; it raised {describe_error(error)}"
+                f"SGLang {self._version} cannot compute a prompt of this model, or not with "
+                f"its attention_backend and lora_backend; it raised {describe_error(error)}"
             ) from error
 
     def _prompt(self) -> tuple[int, ...]:

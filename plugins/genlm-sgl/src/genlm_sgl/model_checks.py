@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _TORCH_NATIVE = "torch_native"
 
+_FLEX = "flex_attention"
+"""Backend that ignores windows and caps of scores."""
+
 _APPROXIMATIONS = {
     "gelu_pytorch_tanh": "tanh",
     "gelu_new": "tanh",
@@ -142,9 +145,10 @@ def _ignored_softcap(served: ServedModel, facts: ModelFacts) -> str | None:
     capped = any(layer.logit_cap > 0 for layer in _attention_layers(served.model))
     if not capped and "attention_softcap" not in facts.mechanisms:
         return None
-    if capped and _TORCH_NATIVE not in served.attention_backends:
+    ignoring = served.attention_backends & {_TORCH_NATIVE, _FLEX}
+    if capped and not ignoring:
         return None
-    part = f"attention backend {_TORCH_NATIVE!r}" if capped else "model class"
+    part = f"attention backend {_join_sorted(ignoring)}" if capped else "model class"
     return (
         f"does not cap the attention scores of {facts.architecture}: its {part} ignores "
         f"the cap; rows would be wrong"
@@ -153,8 +157,9 @@ def _ignored_softcap(served: ServedModel, facts: ModelFacts) -> str | None:
 
 def _wrong_window(served: ServedModel, config: Any, facts: ModelFacts) -> str | None:
     longest = served.max_context
+    is_ignored = _FLEX in served.attention_backends
     for layer, window in _layer_windows(served.model, config):
-        size = layer.sliding_window_size
+        size = None if is_ignored else layer.sliding_window_size
         attended = longest if size is None or size < 0 else min(size + 1, longest)
         expected = longest if window is None else min(window, longest)
         if attended == expected:

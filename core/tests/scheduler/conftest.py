@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -28,3 +29,13 @@ def start() -> Iterator[Callable[..., tuple[AsyncLM, ScriptedEngine]]]:
     for llm, engine in started:
         engine.release()
         llm.close()
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Disables the collection of reference cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    yield
+    if collects:
+        gc.enable()

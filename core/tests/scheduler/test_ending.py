@@ -119,15 +119,6 @@ def test_a_model_that_is_dropped_without_close_ends_its_thread():
     assert not thread.is_alive()
 
 
-@pytest.fixture
-def no_garbage_collection():
-    collects = gc.isenabled()
-    gc.disable()
-    yield
-    if collects:
-        gc.enable()
-
-
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("closed", [True, False])
 def test_what_is_dropped_is_freed_at_once(closed):

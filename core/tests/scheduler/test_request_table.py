@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import weakref
 from random import Random
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_
     assert table.leave(request) == [1]
     assert table.leave(request) == []
     assert table.statistics(None).abandoned == 1
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_a_request_that_its_caller_has_left_is_freed_without_a_garbage_collection() -> None:
+    def then(values: list[Any]) -> None: ...
+
+    table, kept = RequestTable(), weakref.ref(then)
+    request = Request(concurrent.futures.Future(), 2, then)
+    del then
+    for place in range(2):
+        table.enqueue(request, place, Query(place, (place,)), None, None, 0.0)
+    table.take(1, 0.0)
+    table.leave(request)
+    del request
+    assert kept() is None
 
 
 def enqueue_batch(table: RequestTable, query_ids: range) -> Request:

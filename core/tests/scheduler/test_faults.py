@@ -83,7 +83,7 @@ SCORES = TokenScores(torch.zeros(1), torch.ones(1).bool())
         Reduced((1, 2)),
         SCORES,
         torch.zeros(3),
-        object(),
+        Ellipsis,
     ],
     ids=repr,
 )
@@ -325,6 +325,9 @@ def test_a_bug_of_the_bookkeeping_itself_leaves_nobody_waiting(
         for answer in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
             assert isinstance(answer, EvaluationError)
             assert isinstance(answer.__cause__, Bug)
+    statistics = llm.statistics()
+    assert statistics.answered + statistics.failed == statistics.dispatched == 2
+    assert statistics.abandoned == 0
     [row] = answers(llm.next_token_logprobs(FAULTY))
     torch.testing.assert_close(row, oracle_row(FAULTY, None, 16))
     assert llm.statistics().pending == 0

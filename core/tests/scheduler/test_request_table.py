@@ -126,8 +126,9 @@ def taken(table: RequestTable, limit: int) -> list[int]:
 
 def test_what_was_cleared_during_a_step_is_not_answered_by_it() -> None:
     table = RequestTable()
-    request = enqueued(table, 0)
+    leaving, request = enqueued(table, 0), enqueued(table, 1)
     (evaluation,) = table.take(None, 0.0)
+    table.leave(leaving)
     assert table.clear() == [request]
     assert table.leave(request) == []
     assert table.finish(evaluation) == []

@@ -13,6 +13,7 @@ import torch
 from scripted import TIMEOUT_S, oracle_row
 
 from genlm import Query, Scheduler
+from genlm.core.scheduler.delivery import Delivery
 from genlm.core.scheduler.request_table import Request
 
 
@@ -171,6 +172,18 @@ def test_ctrl_c_drops_the_request_and_the_model_works_on(start, request):
     torch.testing.assert_close(llm.next_token_logprobs_sync([2]), oracle_row([2], None, 16))
 
 
+def test_a_thread_that_leaves_while_results_are_delivered_disturbs_nobody():
+    delivery = Delivery()
+    requests = [Request(concurrent.futures.Future(), 1) for _ in range(3)]
+    for request in requests:
+        assert delivery.add(request)
+    leaving, *others = requests
+    leaving.future.cancel()
+    delivery.send()
+    for request in others:
+        assert request.future.result(TIMEOUT_S) is request.values
+
+
 class Unfinished:
     """Never answers; while query 0 is aborted, something happens."""
 
@@ -192,7 +205,7 @@ class Unfinished:
     def close(self): ...
 
 
-def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_them():
+def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_them(caplog):
     engine = Unfinished()
     scheduler = Scheduler(lambda: engine)
     worker = scheduler._worker
@@ -220,3 +233,4 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
         *(("submit", 0), ("submit", 1)),
         *(("abort", 0), ("abort", 1), "remove"),
     ]
+    assert caplog.records == []

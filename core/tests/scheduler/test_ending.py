@@ -119,6 +119,16 @@ def test_a_model_that_is_dropped_without_close_ends_its_thread():
     assert not thread.is_alive()
 
 
+def test_models_share_one_background_thread():
+    def count():
+        return sum(thread.name == "genlm-reaper" for thread in threading.enumerate())
+
+    with AsyncLM(ScriptedEngine):
+        before = count()
+        with AsyncLM(ScriptedEngine):
+            assert count() == before > 0
+
+
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("closed", [True, False])
 def test_what_is_dropped_is_freed_at_once(closed):

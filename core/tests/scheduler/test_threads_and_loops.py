@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import EvaluationError, OutputCache
+from genlm import EvaluationError, OutputCache, Scheduler
 
 
 def check(row, ids) -> None:
@@ -188,3 +188,21 @@ def test_a_sync_call_that_fails_while_others_are_answered_leaves_the_engine_aliv
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fail, range(40)))
     check(llm.next_token_logprobs_sync([1]), [1])
+
+
+def test_an_idle_engine_releases_an_item_once_and_the_error_is_logged(caplog):
+    released, has_released = [], threading.Event()
+
+    def release(_engine, items):
+        released.append(items)
+        has_released.set()
+        raise OSError("not released")
+
+    scheduler = Scheduler(ScriptedEngine, release=release)
+    scheduler.release("item")
+    assert has_released.wait(TIMEOUT_S)
+    for _ in range(2):
+        scheduler.run(lambda _: None)
+    scheduler.close()
+    assert released == [["item"]]
+    assert "OSError: not released" in caplog.text

@@ -210,7 +210,7 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
     scheduler = Scheduler(lambda: engine)
     worker = scheduler._worker
     removed = threading.Event()
-    requests = [Request(concurrent.futures.Future(), 1) for _ in range(2)]
+    requests = [Request(concurrent.futures.Future(), 1) for _ in range(3)]
     for i, request in enumerate(requests):
         worker.enqueue(request, [(Query(i, (i,)), None, None)])
 
@@ -224,13 +224,16 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
 
     engine.during_abort = leave_the_other
     worker.flush()
-    scheduler.run(lambda _: None)  # both are submitted after it
+    scheduler.run(lambda _: None)  # all are submitted after it
     scheduler.run(lambda _: None)
     worker.leave(requests[0])
     assert removed.wait(TIMEOUT_S)
+    calls = engine.calls.copy()
+    scheduler.run_after(lambda query: query.query_id == 2, remove)  # not before the close
     scheduler.close()
-    assert engine.calls == [
-        *(("submit", 0), ("submit", 1)),
+    assert calls == [
+        *(("submit", 0), ("submit", 1), ("submit", 2)),
         *(("abort", 0), ("abort", 1), "remove"),
     ]
+    assert engine.calls.count("remove") == 1
     assert caplog.records == []

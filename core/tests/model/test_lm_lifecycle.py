@@ -106,6 +106,7 @@ def test_a_model_says_what_it_is() -> None:
     with AsyncLM(ScriptedEngine) as other:
         assert "context of any length" in repr(other)
         assert repr(other._scheduler).startswith("<Scheduler of ")
+    assert repr(other._scheduler) == "<Scheduler; closed>"
 
 
 def test_a_context_manager_closes_the_model() -> None:

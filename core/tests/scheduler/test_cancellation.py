@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import signal
 import threading
 from functools import partial
@@ -83,6 +84,24 @@ def test_a_request_cancelled_when_its_answer_is_on_the_way_is_no_invalid_state(s
         torch.testing.assert_close(await tasks[1], oracle_row([1], None, 16))
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
+
+    run_strictly(main())
+
+
+def test_the_error_of_an_abandoned_request_is_not_logged(start):
+    llm, engine = start()
+    scheduler = llm._scheduler
+    engine.hold()
+
+    async def main():
+        request = scheduler.submit([(Query(0, (1,)), None, None)])
+        await asyncio.to_thread(engine.wait_until_entered)
+        llm.cancel_all()
+        await asyncio.sleep(0)
+        assert request.future.done()
+        scheduler.abandon(request)
+        del request
+        gc.collect()
 
     run_strictly(main())
 

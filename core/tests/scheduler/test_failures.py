@@ -256,6 +256,8 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_is_answered(max_pending):
         for query_id in (1, 2):
             with pytest.raises(ValueError, match=f"query id {query_id} belongs to an unfin"):
                 await scheduler.answer(Query(query_id, (3,)))
+            with pytest.raises(ValueError, match=f"query id {query_id} belongs to an unfin"):
+                scheduler.submit([(Query(i, (4,)), None, None) for i in (0, query_id)])
         engine.release()
         rows = [
             *await asyncio.gather(in_engine, waiting),
@@ -266,6 +268,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_is_answered(max_pending):
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     scheduler.close()
+    assert [(4,)] not in engine.batches  # of requests of which one query was refused
 
 
 def test_invalid_requests_never_reach_the_engine(start):

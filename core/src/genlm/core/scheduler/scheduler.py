@@ -188,11 +188,7 @@ class Scheduler(Generic[EngineT]):
     def abandon(self, request: Request) -> None:
         """Abandon a request unless it has ended."""
         self._worker.leave(request)
-        future = request.future
-        if future.done() and not future.cancelled():
-            future.exception()  # retrieved, so that asyncio does not log it
-        else:
-            future.cancel()
+        request.future.cancel()  # asyncio then does not log an error that the future has
 
     def run(self, function: Callable[[EngineT], T], *, exclusively: bool = False) -> T:
         """Call `function(engine)` on the engine's thread between two steps, and wait.

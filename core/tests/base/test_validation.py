@@ -190,15 +190,17 @@ def test_integers_alone_are_bound_by_no_vocabulary() -> None:
 # -- queries at an engine -------------------------------------------------------------
 
 
-def check(*token_ids: int, adapter: str | None = None) -> None:
-    query = Query(0, token_ids, adapter)
-    check_query(query, embedding_rows=7, max_context=3, adapters=("red", "blue"))
+def check(*token_ids: int, adapter: str | None = None, targets: tuple[int, ...] = ()) -> None:
+    query = Query(0, token_ids, adapter, targets=targets)
+    limits: dict[str, Any] = {"embedding_rows": 7, "max_context": 3, "vocab_size": 5}
+    check_query(query, adapters=("red", "blue"), **limits)
 
 
 def test_a_query_that_an_engine_can_compute_passes() -> None:
     check(0, 6, 3)
     check(0, adapter="red")
-    check_query(Query(0, (10**6,) * 10**3))
+    check(6, 6, targets=(0, 4))
+    check_query(Query(0, (10**6,) * 10**3, targets=(10**6,)))
 
 
 def test_a_query_that_an_engine_cannot_compute_is_refused_with_the_reason() -> None:
@@ -212,5 +214,8 @@ def test_a_query_that_an_engine_cannot_compute_is_refused_with_the_reason() -> N
             check(6, token_id)
         attributes = unknown.value.token_id, unknown.value.position, unknown.value.vocab_size
         assert attributes == (token_id, 1, 7)
+    for token_id in (5, -1):
+        with pytest.raises(TokenIdError, match=f"token id {token_id} at position 1 of targets"):
+            check(1, 2, targets=(4, token_id))
     with pytest.raises(UnknownAdapterError, match=r"'green'\. Loaded: blue, red"):
         check(1, adapter="green")

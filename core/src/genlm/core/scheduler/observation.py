@@ -119,9 +119,8 @@ def _configured_tracer() -> Any:
 
 def _tokens_computed(engine: Any) -> int | None:
     """Return the engine's counter of computed tokens, None if it does not count them."""
-    statistics = getattr(engine, "statistics", None)
     try:
-        count = statistics().get("tokens_computed") if statistics is not None else None
-    except Exception:  # noqa: BLE001 - must not end the engine's thread
+        count = engine.statistics().get("tokens_computed")
+    except Exception:  # noqa: BLE001 - the engine may lack the method; the step is still reported
         return None
     return count if isinstance(count, int) else None

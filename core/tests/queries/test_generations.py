@@ -262,6 +262,19 @@ def test_generations_of_replaced_members_are_freed(kept):
     assert sum(state() is not None for state in states) == len(joined.joined) <= 3
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_joined_sequence_begins_as_the_longest_one_with_a_state(order):
+    first, only = Generation(lineage_of([(7,)])), np.zeros(1, np.int64)
+    first.keep("first")
+    extensions = [first.extended(only, np.array([[3]]))[0] for _ in range(2)]
+    extensions[1].keep("second")
+    joined, places = joined_generation([(extensions[i], only) for i in order])
+    assert places.tolist() == [0, 0]
+    [source] = joined.sources()
+    assert source.generation is extensions[1]
+    assert source.lengths.tolist() == [2]
+
+
 JOINS = st.lists(
     st.tuples(
         st.lists(st.integers(0, 9), min_size=1, max_size=3),  # populations
@@ -293,6 +306,8 @@ def test_joined_sequences_begin_as_sequences_with_a_state(joins):
             current = [generation.lineage.lengths[places] for generation, places in parts]
             lengths = np.minimum(np.concatenate(current), 1 + np.arange(len(before)) % limit)
         joined, places = joined_generation(parts, lengths)
+        distinct = sequences(joined.lineage)
+        assert len(set(distinct)) == len(distinct)
         if token < 2:
             joined, places = joined.extended(places, np.full((len(places), 1), token))
         found = {}

@@ -216,6 +216,13 @@ def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> No
     )
 
 
+def test_a_population_does_not_change_with_the_array_of_its_tokens(tiny: genlm.AsyncLM) -> None:
+    ids = np.array([2, 3, 4])
+    population = tiny.population([1], 3).extend(ids)
+    ids[:] = 5
+    assert members(population) == [(1, 2), (1, 3), (1, 4)]
+
+
 def test_members_have_their_last_tokens(tiny: genlm.AsyncLM) -> None:
     population = tiny.population([[0], [1, 2], [3], [1, 2]])
     for tokens in (None, [[-1, 4], [5, -1], [-1, -1], [0, 6]], [[-1], [-1], [2], [-1]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import gc
@@ -1127,7 +1128,14 @@ def test_scores_are_computed_in_one_pass_with_the_tokens_that_sequences_lack() -
         same = llm.population([1, 2, 0], 4).extend(ids)
         drawn = [population.draw_sync(seed=3).token_ids for population in (scored, same)]
         assert torch.equal(*drawn)
-        ids[0] = 1
+
+        async def change_while_scored() -> torch.Tensor:
+            scoring = asyncio.create_task(start.score(ids))
+            await asyncio.sleep(0)
+            ids[0] = 1
+            return await scoring
+
+        assert torch.equal(start.score_sync(ids), asyncio.run(change_while_scored()))
         changed = start.extend(ids)
         assert changed[0].token_ids == (1, 2, 0, 1, 1, 1)
         assert scored[0].token_ids == (1, 2, 0, 0, 1, 2)

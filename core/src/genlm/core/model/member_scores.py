@@ -73,7 +73,7 @@ class MemberScores(MemberReductions):
             self, masks, mask_index, limits, temperature=temperature, bias=bias
         )
         weights = settings.weights_unless_equal(self._lm.vocabulary.size)
-        ids = self._checked_tokens(continuations)
+        ids = self._checked_tokens(continuations).copy()  # the caller's may change meanwhile
         if not len(self) and ids.ndim == 1:  # an empty list
             ids = ids.reshape(0, 0)
         if ids.ndim != 2:
@@ -97,7 +97,7 @@ class MemberScores(MemberReductions):
             columns = ids[:, begin : begin + width]
             part, population = await population._score_columns(columns, weights)
             parts.append(part)
-        self._scored = ids.copy(), population
+        self._scored = ids, population
         return torch.cat(parts, dim=1)
 
     score_sync = blocking(score)

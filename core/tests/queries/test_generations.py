@@ -100,6 +100,9 @@ def test_extensions_suffixes_and_origins_are_those_of_lists_of_tuples(steps):
         assert PROMPTS[place] == prompt
         assert (*prompt, *suffix[suffix >= 0].tolist()) == ids
     assert lineage.origins(places, middle).tolist() == origins
+    middle_places, later_ids = lineage.suffixes(places, middle)
+    assert middle_places.tolist() == origins
+    assert later_ids.tolist() == new_ids[:, middle.depth :].tolist()
 
 
 @given(STEPS, st.lists(st.integers(0, 9), min_size=4, max_size=4))

@@ -231,10 +231,10 @@ class Lineage:
         if stored is None:
             stored = self.stored = [None] * len(self)
             lineage, is_nearest = self.parent, True
-            while lineage is not None and lineage.parent is not None:
+            while lineage is not None:
                 if lineage.stored is not None:
                     if not is_nearest:
-                        if lineage.depth % _STORED_EVERY:
+                        if lineage.depth % _STORED_EVERY:  # 0 in the first one, which keeps all
                             lineage.stored = None
                         break
                     is_nearest = False

@@ -232,6 +232,27 @@ def test_a_generation_serves_until_one_that_extends_it_has_a_state():
     assert second.root is first
 
 
+def test_a_generation_may_get_a_state_while_another_thread_looks_for_one():
+    class Kept(Generation):
+        """A generation that gets a state whenever its base has been read."""
+
+        @property
+        def base(self) -> Generation | None:
+            base, self.earlier = self.earlier, None
+            self.state = "second"
+            return base
+
+        @base.setter
+        def base(self, base: Generation | None) -> None:
+            self.earlier = base
+
+    first = Generation(lineage_of())
+    first.keep("first")
+    second = Kept(first.lineage, first)
+    assert second.root is first
+    assert second.root is second
+
+
 def test_a_state_is_dropped_with_the_last_generation_that_it_serves():
     lineage = lineage_of()
     first = Generation(lineage)

@@ -276,9 +276,9 @@ class Generation:
             it.
         state: The state of the sequences that the engine has set by `keep`, an object of the
             core if their rows were computed as separate queries, or None. Engines recognise
-            their states by the type. Only the engine's thread reads and sets it. Any thread may
-            drop it, after the last population of this generation and the last generation
-            without a state that extends it.
+            their states by the type. Only the engine's thread sets it, also while other threads
+            derive populations. Any thread may drop it, after the last population of this
+            generation and the last generation without a state that extends it.
     """
 
     __slots__ = ("__weakref__", "base", "joined", "lineage", "state")
@@ -298,8 +298,8 @@ class Generation:
     def root(self) -> Generation:
         """The nearest generation with a state, or the first one if none has a state."""
         generation = self
-        while generation.state is None and generation.base is not None:
-            generation = generation.base
+        while (base := generation.base) is not None:  # None once there is a state; read once
+            generation = base
         return generation
 
     def sources(self) -> list[Source]:

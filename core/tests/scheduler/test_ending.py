@@ -93,6 +93,24 @@ def test_a_call_on_the_engines_thread_that_close_overtakes_is_an_error(start):
             request.result(TIMEOUT_S)
 
 
+def test_a_call_on_the_engines_thread_may_close_the_model(start, caplog):
+    llm, engine = start()
+    engine.hold()
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(llm.next_token_logprobs_sync, [1])
+        engine.wait_until_entered()
+        worker = llm._scheduler._worker
+        closing, later = worker.call(lambda _: llm.close()), worker.call(lambda _: None)
+        engine.release()
+        closing.result(TIMEOUT_S)
+        torch.testing.assert_close(request.result(TIMEOUT_S), oracle_row([1], None, 16))
+        with pytest.raises(EngineClosedError):
+            later.result(TIMEOUT_S)
+    llm.close()
+    assert engine.closed
+    assert caplog.records == []
+
+
 def test_the_context_managers_close():
     engine = ScriptedEngine()
     with AsyncLM(lambda: engine):

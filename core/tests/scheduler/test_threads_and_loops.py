@@ -11,6 +11,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import EvaluationError, OutputCache, Scheduler
+from genlm.core.scheduler.worker import Worker
 
 
 def check(row, ids) -> None:
@@ -188,6 +189,20 @@ def test_a_sync_call_that_fails_while_others_are_answered_leaves_the_engine_aliv
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fail, range(40)))
     check(llm.next_token_logprobs_sync([1]), [1])
+
+
+def test_the_thread_of_an_idle_engine_waits(start, monkeypatch):
+    work, rounds = Worker._work, []
+
+    def counted(worker, engine):
+        rounds.append(engine)
+        work(worker, engine)
+
+    monkeypatch.setattr(Worker, "_work", counted)
+    llm, _ = start()
+    for _ in range(50):
+        llm._scheduler.run(lambda _: None)
+    assert len(rounds) == 50
 
 
 def test_an_idle_engine_releases_an_item_once_and_the_error_is_logged(caplog):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import Completion, Query
+from genlm import Completion, Query, Scheduler
 from genlm.core.base import loop_batches
 from genlm.core.scheduler import batching
 from genlm.core.scheduler.request_table import Request, RequestTable
@@ -150,6 +150,58 @@ def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start
 
     asyncio.run(main())
     torch.testing.assert_close(answers[0], oracle_row([2], None, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("GRACE_SHARE", 1e6), ("MIN_GRACE_S", float("inf"))]
+)
+def test_a_straggler_waits_for_a_flush_although_calls_wake_the_engine(
+    start, monkeypatch, name, value
+):
+    monkeypatch.setattr(batching, name, value)
+    llm, engine = start()
+    scheduler, straggler = llm._scheduler, Request(concurrent.futures.Future(), 1)
+    engine.hold()
+
+    async def main():
+        request = asyncio.create_task(llm.next_token_logprobs([1]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        scheduler._worker.enqueue(straggler, [(Query(10**6, (2,)), None, None)])
+        engine.release()
+        for _ in range(2):
+            scheduler.run(lambda _: None)
+        assert engine.batches == [[(1,)]]
+        await request
+
+    asyncio.run(main())
+    scheduler._worker.flush()
+    straggler.future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 4])
+def test_an_exclusive_call_comes_between_earlier_and_later_queries(max_batch_size):
+    engine = ScriptedEngine()
+    scheduler = Scheduler(lambda: engine, max_batch_size=max_batch_size)
+    worker, requests = scheduler._worker, []
+
+    def ask(token_id):
+        requests.append(Request(concurrent.futures.Future(), 1))
+        worker.enqueue(requests[-1], [(Query(token_id, (token_id,)), None, None)])
+        worker.flush()
+
+    engine.hold()
+    ask(0)
+    engine.wait_until_entered()
+    ask(1)
+    call = worker.call(lambda _: engine.batches.copy(), exclusively=True)
+    ask(2)
+    ask(3)
+    engine.release()
+    for request in requests:
+        request.future.result(TIMEOUT_S)
+    scheduler.close()
+    assert call.result(TIMEOUT_S) == [[(0,)], [(1,)]]
+    assert engine.batches == [[(0,)], [(1,)], [(2,), (3,)]]
 
 
 def arrive(table: RequestTable, query_id: int) -> None:

@@ -229,8 +229,8 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
     scheduler = Scheduler(lambda: engine)
     worker = scheduler._worker
     removed = threading.Event()
-    requests = [Request(concurrent.futures.Future(), 1) for _ in range(3)]
-    for i, request in enumerate(requests):
+    requests = [Request(concurrent.futures.Future(), 1) for _ in range(4)]
+    for i, request in enumerate(requests[:3]):
         worker.enqueue(request, [(Query(i, (i,)), None, None)])
 
     def remove(_):
@@ -249,6 +249,11 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
     assert removed.wait(TIMEOUT_S)
     calls = engine.calls.copy()
     scheduler.run_after(lambda query: query.query_id == 2, remove)  # not before the close
+    worker.enqueue(requests[3], [(Query(3, (3,)), None, None)])  # does not wait for the call
+    worker.flush()
+    for _ in range(2):
+        scheduler.run(lambda _: None)
+    assert ("submit", 3) in engine.calls
     scheduler.close()
     assert calls == [
         *(("submit", 0), ("submit", 1), ("submit", 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 
 import genlm
 from genlm import AsyncLM, Completion, OutputCache, Query
+from genlm.core.scheduler.request_table import Request
 from genlm.testing.shared_engine import EngineHandle, SharedEngine
 
 TIMEOUT_S = 60
@@ -106,6 +108,31 @@ def test_synchronous_requests_calls_and_resets_wake_a_step():
         assert engine.wakes > before
         with pytest.raises(genlm.QueryResetError):
             reset.result(TIMEOUT_S)
+    llm.close()
+
+
+def test_a_batch_that_is_not_complete_waits_for_a_later_step():
+    llm, engine = _loaded()
+    worker, second = llm._scheduler._worker, Request(concurrent.futures.Future(), 1)
+
+    async def main():
+        first = asyncio.create_task(llm.next_token_logprobs([1]))
+        await _until(engine.in_step.is_set)
+        worker.enqueue(second, [(Query(10**6, (2,)), None, None)])
+        for event in ("woken", "woken", "answer"):
+            engine.in_step.clear()
+            assert engine.batches == [1]
+            engine.events.put(event)
+            if event == "woken":
+                await _until(engine.in_step.is_set)
+        await first
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    worker.flush()
+    while not engine.pending:
+        time.sleep(0.001)
+    engine.events.put("answer")
+    second.future.result(TIMEOUT_S)
     llm.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scripted import oracle_row
 
-from genlm import EngineClosedError, Query, QueryResetError
+from genlm import EngineClosedError, EngineDiedError, EvaluationError, Query, QueryResetError
 from genlm.core.base.blocking import run_blocking
 
 IDS = (3, 1)
@@ -76,7 +76,7 @@ def test_the_result_of_a_future_is_delivered_when_it_ends(start):
 
 
 @pytest.mark.parametrize("end", ["cancel_all", "close"])
-def test_a_request_that_waits_for_a_future_ends_with_all_others(start, end):
+def test_a_request_that_waits_for_a_future_ends_with_all_others(start, end, caplog):
     llm, _ = start()
     future: Future[str] = Future()
 
@@ -89,6 +89,7 @@ def test_a_request_that_waits_for_a_future_ends_with_all_others(start, end):
         future.set_result("ignored")
 
     asyncio.run(program())
+    assert caplog.records == []
 
 
 def test_a_cancelled_future_is_an_error(start):
@@ -125,6 +126,20 @@ def test_the_error_of_a_function_is_the_callers_alone(start, kind):
     else:
         asyncio.run(program())
     assert llm.next_token_logprobs_sync([2]) is not None
+
+
+def test_an_exit_in_a_function_ends_the_engines_thread(start):
+    llm, engine = start()
+
+    def then(values: list[Any]) -> Any:
+        raise SystemExit("of the function")
+
+    with pytest.raises(EvaluationError, match="SystemExit: of the function"):
+        asyncio.run(result_of(llm, then))
+    llm._scheduler._worker.join(60)
+    assert engine.closed
+    with pytest.raises(EngineDiedError, match="SystemExit: of the function"):
+        llm.next_token_logprobs_sync([1])
 
 
 def test_a_function_of_a_cancelled_request_is_not_called_and_not_kept(start):

@@ -102,6 +102,7 @@ def test_a_request_refused_by_submit_fails_alone(start):
     assert answers[1].token_id == 5
     torch.testing.assert_close(answers[0], oracle_row([4], None, 16))
     torch.testing.assert_close(answers[2], oracle_row([6], None, 16))
+    assert llm.statistics().batch_sizes == {2: 1}
 
 
 def test_callers_that_share_a_failed_evaluation_get_exceptions_of_their_own(start):

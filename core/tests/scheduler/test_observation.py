@@ -147,6 +147,7 @@ def test_many_steps_in_a_row_that_complete_no_query_are_a_warning(
     for token_id in range(2):
         [row] = ask(llm, [token_id])
         torch.testing.assert_close(row, oracle_row([token_id], None, 16))
+    assert llm.statistics().batch_sizes == {1: 2}
     assert len(caplog.records) == warnings
     assert caplog.text.count(f"{limit} steps in a row completed none of 1 queries") == warnings
 

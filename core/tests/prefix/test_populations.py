@@ -894,6 +894,15 @@ def test_an_adapter_that_is_removed_takes_its_tables_with_it() -> None:
     assert engine.statistics()["tokens_computed"] == before + 2
 
 
+def test_a_generation_may_be_requested_with_several_adapters() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2, 0), (2, 1)])
+    for adapter in (None, "red", None):
+        population.adapter = adapter
+        assert not population.ask(engine).errors
+        check(engine)
+
+
 def test_tokens_that_the_model_cannot_embed_are_refused() -> None:
     engine = Engine(100, embedded=SIZE - 1)
     population = Members([(1, 2), (2, 3)])

@@ -879,6 +879,22 @@ def test_populations_are_evicted_for_single_requests_the_oldest_first() -> None:
     check(engine)
 
 
+def test_tables_of_pending_populations_are_removed_last() -> None:
+    engine = Engine(500)
+    populations = [Members([prompt] * 2) for prompt in ((1, 2), (2, 0), (0, 1))]
+    queries = []
+    for population in populations:
+        population.ask(engine)
+        queries.append(population.query([0]))
+    tables = engine.tables
+    tables.expect(queries[:1])
+    for kept in ([True, False, True], [True, False, False], [False] * 3):
+        assert tables.evict(1)
+        assert [tables.find(query) is not None for query in queries] == kept
+        check(engine)
+    assert not tables.evict(1)
+
+
 def test_an_adapter_that_is_removed_takes_its_tables_with_it() -> None:
     engine = Engine(100)
     base, red = Members([(1, 2)] * 2), Members([(1, 2)] * 2, "red")
@@ -939,10 +955,13 @@ def test_a_population_that_exceeds_the_cache_loses_the_last_tokens_of_some_rows_
         assert not population.ask(engine).errors
         check(engine)
         population.extend([((i + step) % 3,) for i in range(8)])
-    assert engine.statistics()["contexts_without_cache"] == 0
+    statistics = engine.statistics()
+    assert statistics["contexts_without_cache"] == 0
     lengths = sum(3 + step for step in range(1, steps + 1))
     least = 3 + 8 * steps  # with a cache of 83 tokens
-    assert least < engine.statistics()["tokens_computed"] < least + 8 * lengths // 3
+    computed = statistics["tokens_computed"]
+    assert least < computed < least + 8 * lengths // 3
+    assert computed == statistics["tokens_evicted"] + statistics["kv_tokens"]
 
 
 def test_rows_that_lack_many_tokens_are_continued_from_what_is_left_of_them() -> None:

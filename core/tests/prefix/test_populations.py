@@ -850,6 +850,24 @@ def test_tables_of_populations_that_were_extended_are_limited(
         check(engine)
 
 
+def test_tables_in_use_and_of_newest_generations_are_not_removed_to_limit_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(500)
+    earlier, newest = [], []
+    for number in range(6):
+        population = Members([(1, 2, number % 3, number // 3)] * 2)
+        population.ask(engine)
+        earlier.append(copy.copy(population))
+        population.extend([(0,), (1,)])
+        population.ask(engine)
+        newest.append(population)
+    monkeypatch.setattr("genlm.prefix.tables._MAX_EXTENDED_BYTES", 0)
+    assert not any(result.errors for result in ask_together(engine, earlier))
+    check(engine)
+    assert all(engine.tables.find(population.query([0])) for population in newest)
+
+
 def test_a_prompt_is_not_evicted_while_a_population_begins_with_it() -> None:
     engine = Engine(12)
     population = Members([(1, 2, 0)] * 2)

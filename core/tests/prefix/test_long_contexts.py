@@ -25,8 +25,8 @@ Ids = tuple[int, ...]
 AnyQuery = Query | GroupQuery
 
 
-def serve(capacity: int = 500, **limits: int) -> Engine:
-    return Engine(capacity, **{"max_tokens": 4, "max_rows": 4} | limits)
+def serve(capacity: int = 500, *, makes_room: bool = False, **limits: int) -> Engine:
+    return Engine(capacity, makes_room=makes_room, **{"max_tokens": 4, "max_rows": 4} | limits)
 
 
 def long(seed: int, length: int = 14) -> Ids:
@@ -264,6 +264,40 @@ def test_a_context_for_which_slots_are_pinned_meanwhile_is_computed_without_cach
     traffic.finish()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", ["row", "text"])
+def test_contexts_that_do_not_fit_together_are_computed_one_after_the_other(
+    kind: str, other: str
+) -> None:
+    traffic = Traffic(serve(18, makes_room=True))
+    traffic.population([long(0)])
+    traffic.submit_kind(other, (2, *long(1, 13)), "red")
+    for _ in range(4):
+        traffic.step()
+    traffic.submit_kind(kind, (1, *long(2, 13)))
+    traffic.finish()
+    assert not traffic.failed
+    assert traffic.engine.statistics()["contexts_without_cache"] == 0
+
+
+def test_an_error_of_a_context_that_makes_room_is_its_own() -> None:
+    traffic = Traffic(serve(18, makes_room=True))
+    first, second = traffic.population([long(0)]), traffic.row((2, *long(1, 13)))
+    while len(traffic.engine._unfinished) < 2:
+        traffic.step()
+    [unfinished] = [each for i, each in traffic.engine._unfinished.items() if i == first]
+    unfinished.passes.close()
+
+    def failing() -> Any:
+        raise RuntimeError("no memory")
+        yield
+
+    traffic.engine._unfinished[first] = unfinished._replace(passes=failing())
+    traffic.finish()
+    assert traffic.failed == {first}
+    assert second not in traffic.failed
+
+
 IDS = st.lists(st.integers(0, 2), min_size=2, max_size=14).map(tuple)
 ADAPTER = st.sampled_from([None, None, "red"])
 PROGRAM = st.lists(
@@ -283,11 +317,11 @@ PROGRAM = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([0, 6, 14, 25, 500]), st.sampled_from([2, 4, 5]), PROGRAM)
+@given(st.sampled_from([0, 6, 14, 25, 500]), st.sampled_from([2, 4, 5]), st.booleans(), PROGRAM)
 def test_results_do_not_depend_on_the_order_of_events(
-    capacity: int, max_tokens: int, program: list[Any]
+    capacity: int, max_tokens: int, makes_room: bool, program: list[Any]
 ) -> None:
-    traffic = Traffic(serve(capacity, max_tokens=max_tokens))
+    traffic = Traffic(serve(capacity, max_tokens=max_tokens, makes_room=makes_room))
     engine = traffic.engine
     may_fail = False
     for name, *arguments in program:
@@ -318,3 +352,5 @@ def test_results_do_not_depend_on_the_order_of_events(
                 traffic.submit_kind(name, ids, arguments[1])
     traffic.finish()
     assert may_fail or not traffic.failed
+    if makes_room and capacity >= 14 and not may_fail:  # every context fits alone
+        assert engine.statistics()["contexts_without_cache"] == 0

@@ -107,7 +107,9 @@ class Model:
 class Engine(PrefixEngine):
     backend = "toy"
 
-    def __init__(self, capacity: int, *, embedded: int = SIZE, **limits: int) -> None:
+    def __init__(
+        self, capacity: int, *, embedded: int = SIZE, makes_room: bool = False, **limits: int
+    ) -> None:
         tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
         self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
         self.model = Model(capacity)
@@ -119,6 +121,7 @@ class Engine(PrefixEngine):
             vocabulary=self.vocabulary,
             budget_bytes=(capacity + 1) * TOKEN_BYTES,
             bytes_per_token=TOKEN_BYTES,
+            make_room=self._compute_unfinished if makes_room else lambda: False,
             **{"max_tokens": 20, "max_rows": 8} | limits,
         )
         self.serve(PathChoice("tree", self.path, ""), self.loaded, embedding_rows=embedded)
@@ -894,6 +897,17 @@ def test_populations_are_evicted_for_single_requests_the_oldest_first() -> None:
     recent.ask(engine)
     assert engine.statistics()["tokens_computed"] == before + 4
     old.ask(engine)  # through the tree, which has the prompt
+    check(engine)
+
+
+def test_slots_of_a_population_that_is_dropped_during_a_step_are_used() -> None:
+    engine = Engine(24)
+    population = Members([(1, 2, 0), (1, 2, 1)])
+    population.ask(engine)
+    del population
+    gc.collect()
+    slots = engine.path._tree.allocate(24)  # the table is not yet removed
+    engine.path._tree.free(slots)
     check(engine)
 
 

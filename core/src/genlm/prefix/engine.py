@@ -6,9 +6,10 @@ import abc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from genlm.core.base.errors import (
     AdapterError,
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AnyQuery = TypeVar("AnyQuery", Query, GroupQuery)
+
+
+class _Unfinished(NamedTuple):
+    """The passes over a sequence of a query or group of which steps have computed a part."""
+
+    key: bytes
+    """Key of the sequence."""
+    adapter: str | None
+    passes: Generator[Any, None, None]
+    is_computed: bool = False
+    """Whether `passes` only returns the result, so that no tokens are pinned."""
 
 
 class ModelAdapters(AdapterTable[T]):
@@ -93,9 +105,7 @@ class PrefixEngine(BatchEngine):
                 of `update_weights`. None if the engine cannot replace weights.
         """
         self._choice, self._adapters = choice, adapters or _NoAdapters()
-        # By id of a query or group of which steps have computed a part: the key of the sequence
-        # that they compute, and its passes.
-        self._unfinished: dict[int, tuple[bytes, Generator[Any, None, None]]] = {}
+        self._unfinished: dict[int, _Unfinished] = {}  # by id of a query or group
         self._load_weights = load_weights
         self._embedding_rows = embedding_rows
         hints = dict(hints or {})
@@ -339,11 +349,25 @@ class PrefixEngine(BatchEngine):
             return [first]
         return [first] + [q for q in pending if q is not first and q.query_id not in unfinished]
 
+    def _compute_unfinished(self) -> bool:
+        """Compute the unfinished queries of which no pass is running, whose tokens are pinned.
+
+        Returns:
+            Whether there were any.
+        """
+        pinned = [i for i, each in self._unfinished.items() if not each.is_computed]
+        for query_id in pinned:
+            unfinished = self._unfinished.pop(query_id)  # one of its passes is running
+            with self.activate(unfinished.adapter):
+                passes = _computed(unfinished.passes)
+            self._unfinished[query_id] = unfinished._replace(passes=passes, is_computed=True)
+        return bool(pinned)
+
     def _restart(self, *query_ids: int) -> None:
         """Drop the passes of unfinished queries, which are then computed from the beginning."""
         for query_id in query_ids:
             if query_id in self._unfinished:
-                self._unfinished.pop(query_id)[1].close()
+                self._unfinished.pop(query_id).passes.close()
 
     def _result(self, queries: Sequence[Query], passes: Generator[T | None, None, None]) -> T:
         """Compute all passes of several queries, or the next one of a single query.
@@ -353,13 +377,14 @@ class PrefixEngine(BatchEngine):
         """
         first, is_single, result = queries[0], len(queries) == 1, None
         query_id, key = first.query_id, first.sequence.key
-        if is_single and self._unfinished.get(query_id, (None,))[0] == key:
-            _, passes = self._unfinished.pop(query_id)
+        unfinished = self._unfinished.get(query_id)
+        if is_single and unfinished is not None and unfinished.key == key:
+            passes = self._unfinished.pop(query_id).passes
         self._restart(query_id)  # of another sequence of a group
         with self.activate(first.adapter):
             for result in passes:
                 if result is None and is_single:
-                    self._unfinished[query_id] = key, passes
+                    self._unfinished[query_id] = _Unfinished(key, first.adapter, passes)
                     raise UnfinishedError
         assert result is not None  # noqa: S101 - the last result
         self._tokens_evaluated += sum(map(len, queries))
@@ -383,3 +408,23 @@ class PrefixEngine(BatchEngine):
     def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")
         return UnsupportedCapabilityError(capability, self.backend, hint)
+
+
+def _computed(passes: Generator[T, None, None]) -> Generator[T, None, None]:
+    """Compute all passes, and return a generator that returns or raises their outcome."""
+    error: Exception | None = None
+    result: Any = None
+    try:
+        for result in passes:  # noqa: B007 - the last one
+            pass
+        if isinstance(result, torch.Tensor):
+            result = result.clone()  # later passes overwrite it
+    except Exception as caught:  # noqa: BLE001 - raised for the query that causes it
+        error = caught
+
+    def outcome() -> Generator[T, None, None]:
+        if error is not None:
+            raise error
+        yield result
+
+    return outcome()

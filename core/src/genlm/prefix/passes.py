@@ -73,6 +73,8 @@ class TreePasses:
         adapter: Adapter of the sequences.
         max_tokens: Maximum number of tokens of a pass.
         max_rows: Maximum number of sequences of a pass.
+        make_room: Called if there are too few slots for a sequence, between two passes. If it
+            returns True, because slots are no longer pinned, the sequence is computed again.
         scored: Whether sequences may share requested positions, and their new tokens after the
             first requested one are evicted before all other tokens.
     """
@@ -85,9 +87,11 @@ class TreePasses:
         *,
         max_tokens: int,
         max_rows: int,
+        make_room: Callable[[], bool],
         scored: bool = False,
     ) -> None:
         self._tree, self._forward, self._adapter = tree, forward, adapter
+        self._make_room = make_room
         self._max_tokens, self._max_rows, self._scored = max_tokens, max_rows, scored
         self._pass = _Pass()
 
@@ -109,26 +113,37 @@ class TreePasses:
             missing = [self._tree.missing(self._adapter, sequence) for sequence in sequences]
             order = sorted(order, key=missing.__getitem__)
         for index in order:
-            sequence, first = sequences[index], firsts[index]
-            retained = (
-                max(first, self._tree.match(self._adapter, sequence)[1]) if self._scored else 0
-            )
-            part = (index, sequence, first)
+            part = index, sequences[index], firsts[index]
             if self._pass.parts:
-                if self._add(part, retained, max_tokens=self._max_tokens):
+                if self._add(part, self._retained(part), max_tokens=self._max_tokens):
                     continue
                 yield self._compute()
-            is_computed = self._add(part, retained)
-            if is_computed:
-                if self._tokens <= self._max_tokens:
-                    continue
-                self._drop()  # frees its slots, which are sufficient for every part
-                is_computed = yield from self._compute_long(part, retained)
-            if not is_computed:
-                self._drop()  # ends the use of the cached prefix, which may then be evicted
-                yield index
+            while not (yield from self._begin(part)):
+                if not self._make_room():
+                    yield index
+                    break
         if self._pass.parts:
             yield self._compute()
+
+    def _begin(self, part: tuple[int, TokenSequence, int]) -> Generator[PassResult, None, bool]:
+        """Add a sequence to the empty pass, or compute it if it needs several passes.
+
+        Returns:
+            False if there are too few slots.
+        """
+        retained = self._retained(part)
+        is_added = self._add(part, retained)
+        if is_added and self._tokens > self._max_tokens:
+            self._drop()  # frees its slots, which are sufficient for every part
+            is_added = yield from self._compute_long(part, retained)
+        if not is_added:
+            self._drop()  # ends the use of the cached prefix, which may then be evicted
+        return is_added
+
+    def _retained(self, part: tuple[int, TokenSequence, int]) -> int:
+        """Return the number of tokens that are not evicted before all other tokens."""
+        _, sequence, first = part
+        return max(first, self._tree.match(self._adapter, sequence)[1]) if self._scored else 0
 
     def _compute_long(
         self, part: tuple[int, TokenSequence, int], retained: int

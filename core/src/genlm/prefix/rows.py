@@ -6,7 +6,7 @@ passes, and a `ForwardFn` runs the model over the uncached tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ class PrefixRows:
         bytes_per_token: Memory of the keys and values of one token.
         max_tokens: Maximum number of new tokens in one pass.
         max_rows: Maximum number of results of one pass, which limits its logits.
+        make_room: Called before `uncached` computes a sequence; see `TreePasses`. By default
+            such sequences are computed at once.
 
     Attributes:
         forward, budget_bytes, bytes_per_token: As above.
@@ -69,11 +71,13 @@ class PrefixRows:
         bytes_per_token: int,
         max_tokens: int,
         max_rows: int,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.forward, self._uncached = forward, uncached
         self._vocabulary = vocabulary
         self.budget_bytes, self.bytes_per_token = budget_bytes, bytes_per_token
         self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._make_room = make_room
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
         self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
@@ -295,6 +299,7 @@ class PrefixRows:
             adapter,
             max_tokens=max_tokens,
             max_rows=self._max_rows,
+            make_room=self._make_room,
             scored=scored,
         )
 

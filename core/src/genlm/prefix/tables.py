@@ -201,7 +201,9 @@ class Tables:
         Returns:
             False if there are no such slots.
         """
-        self.collect()
+        if self._dropped:  # since a thread dropped a population after the last `collect`
+            self.collect()
+            return True
         unused = [key for key in self._entries if key not in self.in_use]
         for key in list(self._entries):
             if self._cut(key, count):

@@ -44,7 +44,7 @@ def why_not_resident(config: Any) -> str | None:
     model = config.model_config
     reasons = {
         "pipelines": config.parallel_config.pipeline_parallel_size > 1,
-        "a KV connector": config.kv_transfer_config is not None,
+        "offloaded KV blocks": config.kv_transfer_config is not None,
         "the model's architecture": model.is_encoder_decoder or model.has_inner_state,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -202,7 +202,7 @@ def test_the_thread_of_an_idle_engine_waits(start, monkeypatch):
     llm, _ = start()
     for _ in range(50):
         llm._scheduler.run(lambda _: None)
-    assert len(rounds) == 50
+    assert len(rounds) < 100  # many more if the thread did not wait
 
 
 def test_an_idle_engine_releases_an_item_once_and_the_error_is_logged(caplog):

@@ -39,7 +39,6 @@ class _Unfinished(NamedTuple):
 
     key: bytes
     """Key of the sequence."""
-    adapter: str | None
     passes: Generator[Any, None, None]
     is_computed: bool = False
     """Whether `passes` only returns the result, so that no tokens are pinned."""
@@ -352,14 +351,16 @@ class PrefixEngine(BatchEngine):
     def _compute_unfinished(self) -> bool:
         """Compute the unfinished queries of which no pass is running, whose tokens are pinned.
 
+        This is the `make_room` of engines whose passes name their adapter, because another one
+        may be active.
+
         Returns:
             Whether there were any.
         """
         pinned = [i for i, each in self._unfinished.items() if not each.is_computed]
         for query_id in pinned:
             unfinished = self._unfinished.pop(query_id)  # one of its passes is running
-            with self.activate(unfinished.adapter):
-                passes = _computed(unfinished.passes)
+            passes = _computed(unfinished.passes)
             self._unfinished[query_id] = unfinished._replace(passes=passes, is_computed=True)
         return bool(pinned)
 
@@ -384,7 +385,7 @@ class PrefixEngine(BatchEngine):
         with self.activate(first.adapter):
             for result in passes:
                 if result is None and is_single:
-                    self._unfinished[query_id] = _Unfinished(key, first.adapter, passes)
+                    self._unfinished[query_id] = _Unfinished(key, passes)
                     raise UnfinishedError
         assert result is not None  # noqa: S101 - the last result
         self._tokens_evaluated += sum(map(len, queries))

@@ -121,7 +121,7 @@ class Engine(PrefixEngine):
             vocabulary=self.vocabulary,
             budget_bytes=(capacity + 1) * TOKEN_BYTES,
             bytes_per_token=TOKEN_BYTES,
-            make_room=self._compute_unfinished if makes_room else lambda: False,
+            make_room=self.compute_unfinished if makes_room else lambda: False,
             **{"max_tokens": 20, "max_rows": 8} | limits,
         )
         self.serve(PathChoice("tree", self.path, ""), self.loaded, embedding_rows=embedded)

@@ -137,8 +137,6 @@ def test_a_window_that_a_backend_ignores_is_refused(serve: Serve, option: str) -
     name = "gemma3_text with a window of 16"
     with pytest.raises(ModelLoadError, match=r"ignores the sliding window .* flex_attention"):
         serve(name, {option: "flex_attention"})
-    engine, model = serve(name, {option: "flex_attention", "context_length": 16})
-    assert error_of(engine, model, 1, engine.max_context) <= BOUND
 
 
 # -- rotary embeddings ----------------------------------------------------------------

@@ -330,6 +330,22 @@ class PrefixEngine(BatchEngine):
         self._restart(*self._unfinished)
         del self._choice, self._adapters, self._load_weights
 
+    def compute_unfinished(self) -> bool:
+        """Compute the unfinished queries of which no pass is running, whose tokens are pinned.
+
+        This is the `make_room` of engines whose passes name their adapter, because another one
+        may be active.
+
+        Returns:
+            Whether there were any.
+        """
+        pinned = [i for i, each in self._unfinished.items() if not each.is_computed]
+        for query_id in pinned:
+            unfinished = self._unfinished.pop(query_id)  # one of its passes is running
+            passes = _computed(unfinished.passes)
+            self._unfinished[query_id] = unfinished._replace(passes=passes, is_computed=True)
+        return bool(pinned)
+
     def _member_id(self, group: GroupQuery) -> int:
         return group.query_id  # of `_unfinished`
 
@@ -347,22 +363,6 @@ class PrefixEngine(BatchEngine):
         if first.query_id in unfinished:
             return [first]
         return [first] + [q for q in pending if q is not first and q.query_id not in unfinished]
-
-    def _compute_unfinished(self) -> bool:
-        """Compute the unfinished queries of which no pass is running, whose tokens are pinned.
-
-        This is the `make_room` of engines whose passes name their adapter, because another one
-        may be active.
-
-        Returns:
-            Whether there were any.
-        """
-        pinned = [i for i, each in self._unfinished.items() if not each.is_computed]
-        for query_id in pinned:
-            unfinished = self._unfinished.pop(query_id)  # one of its passes is running
-            passes = _computed(unfinished.passes)
-            self._unfinished[query_id] = unfinished._replace(passes=passes, is_computed=True)
-        return bool(pinned)
 
     def _restart(self, *query_ids: int) -> None:
         """Drop the passes of unfinished queries, which are then computed from the beginning."""

@@ -210,7 +210,7 @@ class SGLEngine(PrefixEngine):
             bytes_per_token=token_bytes,
             max_tokens=served.max_tokens,
             max_rows=max_rows,
-            make_room=self._compute_unfinished,
+            make_room=self.compute_unfinished,
         )
 
     def _prepare_scores(self, adapters: Adapters, width: int) -> str | None:

@@ -56,9 +56,9 @@ def required_arguments(
 
 def _check_step(config: Any) -> None:
     """Refuse contexts that vLLM would never compute, because they must fit into one step."""
-    longest, scheduler = config.model_config.max_model_len, config.scheduler_config
-    tokens = scheduler.max_num_scheduled_tokens
-    if not scheduler.enable_chunked_prefill and tokens is not None and tokens < longest:
+    longest, settings = config.model_config.max_model_len, config.scheduler_config
+    tokens = settings.max_num_scheduled_tokens
+    if not settings.enable_chunked_prefill and tokens is not None and tokens < longest:
         raise ModelLoadError(
             f"max_num_scheduled_tokens={tokens} is less than max_model_len={longest}, and "
             f"with enable_chunked_prefill=False vLLM would not compute longer contexts. Raise "

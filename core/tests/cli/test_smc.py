@@ -163,8 +163,8 @@ def test_the_evidence_is_unbiased(
     The mean of 1,200 independent estimates is within 4.5 standard errors of the truth with
     probability above 1 - 1e-5; the seeds are fixed, so it is either always so or never.
     """
-    resample = Mock(wraps=filters.systematic_ancestors)
-    monkeypatch.setattr(filters, "systematic_ancestors", resample)
+    resample = Mock(wraps=filters.filter_ancestors)
+    monkeypatch.setattr(filters, "filter_ancestors", resample)
     allowed = {x: p for x, p in outcomes(prompt).items() if obeys(x)}
     evidence, masses = [], []
     for history in run_all(llm, prompt, range(1200), size=6, resample_below=0.7):

@@ -293,6 +293,8 @@ def test_an_error_of_a_context_that_makes_room_is_its_own() -> None:
         yield
 
     traffic.engine._unfinished[first] = unfinished._replace(passes=failing())
+    assert traffic.engine.compute_unfinished()
+    assert not traffic.engine.compute_unfinished()
     traffic.finish()
     assert traffic.failed == {first}
     assert second not in traffic.failed

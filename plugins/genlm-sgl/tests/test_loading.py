@@ -124,7 +124,9 @@ def test_a_device_that_torch_does_not_find_is_refused(
 
 
 def test_a_cache_without_a_place_for_a_sequence_is_refused(build: Any) -> None:
-    with pytest.raises(ModelLoadError, match=r"no place for a sequence; .*'max_total_tokens'"):
+    with pytest.raises(
+        ModelLoadError, match=r"cannot compute a single sequence .*'max_total_tokens'"
+    ):
         build(max_total_tokens=1)
 
 

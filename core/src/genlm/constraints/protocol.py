@@ -87,7 +87,7 @@ class Constraint(ABC):
             constraints: At least one.
 
         Raises:
-            ValueError: There are no constraints.
+            ValueError: `constraints` is empty.
             TypeError: One of them is not a constraint.
         """
         from genlm.constraints.joined import JoinedConstraint  # a subclass

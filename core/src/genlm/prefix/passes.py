@@ -73,8 +73,8 @@ class TreePasses:
         adapter: Adapter of the sequences.
         max_tokens: Maximum number of tokens of a pass.
         max_rows: Maximum number of sequences of a pass.
-        make_room: Called if there are too few slots for a sequence, between two passes. If it
-            returns True, because slots are no longer pinned, the sequence is computed again.
+        make_room: Function that is called between two passes if there are too few slots for a
+            sequence. It returns whether it has unpinned slots, with which the sequence may fit.
         scored: Whether sequences may share requested positions, and their new tokens after the
             first requested one are evicted before all other tokens.
     """

@@ -117,7 +117,7 @@ def check_device(options: Mapping[str, Any]) -> None:
     """Check that torch has the device of the caller's options.
 
     Raises:
-        ModelLoadError: It has no such device.
+        ModelLoadError: The device is not available.
     """
     device = options.get("device")
     if device in {None, "cpu"} or torch.accelerator.is_available():

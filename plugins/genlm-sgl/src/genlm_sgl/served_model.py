@@ -90,8 +90,8 @@ class ServedModel:
             )
         if not runner.req_to_token_pool.size:
             raise ModelLoadError(
-                "SGLang has no place for a sequence; raise engine_opts['max_total_tokens'] or "
-                "engine_opts['max_running_requests']"
+                "SGLang cannot compute a single sequence with these options; raise "
+                "engine_opts['max_total_tokens'] or engine_opts['max_running_requests']"
             )
         reasons = {
             "an encoder": runner.model_config.is_encoder_decoder,

@@ -51,7 +51,7 @@ _REFUSED = {
     "enable_prompt_embeds": "vLLM would add a token to the tokenizer, also for later engines "
     "of this process, so that rows would have an entry that the model does not have",
     **dict.fromkeys(
-        ("runner", "convert"), "a model for pooling has no distribution of the next token"
+        ("runner", "convert"), "a pooling model does not compute next-token logits"
     ),
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
     "prefill_context_parallel_size": "several ranks would store rows, which is untested",

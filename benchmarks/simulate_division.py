@@ -23,7 +23,7 @@ from report import print_report
 from genlm.plugin import Generation, TokenSequence
 from genlm.smc.resampling import systematic_resampling
 from genlm_ray import division
-from genlm_ray.division import Division, Request, division_of
+from genlm_ray.division import Division, division_of
 from genlm_ray.wire import PlacedGeneration, holder_of
 
 PROMPT, STEPS, SEEDS = 512, 100, 2
@@ -53,10 +53,9 @@ def simulate(replicas: int, size: int, every: int, exponent: float, seed: int) -
     rows, work, recomputed, seconds = 0, 0.0, 0, 0.0
     for step in range(1, STEPS + 1):
         wanted, began = np.unique(places), time.thread_time()
-        request = Request(generation, wanted, range(1, replicas + 1), replicas)
-        divided = division_of(request)
+        divided = division_of(generation, wanted, range(1, replicas + 1), replicas)
         seconds += time.thread_time() - began
-        new_tokens = compute(divided, wanted, request.sessions)
+        new_tokens = compute(divided, wanted, range(1, replicas + 1))
         generation.keep(divided)
         requested = np.bincount(divided.part_of[wanted], minlength=len(divided.parts))
         again = new_tokens - requested

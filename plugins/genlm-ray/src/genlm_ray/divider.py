@@ -23,7 +23,7 @@ from genlm.plugin import (
     SampledGroup,
     query_ids,
 )
-from genlm_ray.division import Division, Request, division_of
+from genlm_ray.division import Division, division_of
 from genlm_ray.wire import AnyQuery
 
 _Integers64 = npt.NDArray[np.int64]
@@ -182,7 +182,7 @@ class Divider:
             if not isinstance(query, GroupQuery):
                 divided.append(query)
                 continue
-            division = division_of(Request(query.generation, query.wanted, sessions, replicas))
+            division = division_of(query.generation, query.wanted, sessions, replicas)
             columns = Columns(query.reduction, len(query.row_of))
             self._queries[query.query_id] = _DividedQuery(query, division, columns)
             parts = list(self._queries[query.query_id].parts())

@@ -13,17 +13,15 @@ generation before it, so each sequence is computed by the replica that has its p
 
 Resampling thus makes some parts larger than others, and a request takes longer by the rows of
 the largest part that exceed an equal share. When the sum of these rows reaches the cost of
-computing the prefixes of some sequences again, in other replicas, all sequences are assigned to
+computing some of these sequences again, in another replica, all sequences are assigned to
 parts anew. The rows that exceed equal shares and the recomputed tokens then cost about twice as
 much, at most, as if the best time for it had been known before.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,14 +49,12 @@ class Division:
         places: Index of each sequence in its part, shape `(n,)`.
         excess: Sum, over the requests since the sequences were assigned, of the rows of the
             largest part that exceed an equal share.
-        next_check: Excess from which on it is compared with the cost of moving sequences.
     """
 
     parts: list[Generation]
     part_of: _Integers64
     places: _Integers64
     excess: int = 0
-    next_check: int = 0
 
     def split(self, places: _Integers64) -> list[_Integers64]:
         """Divide an array of indices of sequences; return positions in it for each part."""
@@ -87,36 +83,76 @@ class Division:
         return replace(self, parts=parts, part_of=part_of, places=places)
 
 
-class Request(NamedTuple):
-    """A request for rows of a population.
+def division_of(
+    generation: Generation, wanted: _Integers64, sessions: Collection[int], replicas: int
+) -> Division:
+    """Return the division of a generation for a request.
 
-    Attributes:
+    Args:
         generation: The generation.
         wanted: Indices of the sequences whose rows are requested, shape `(d,)`.
         sessions: Sessions of the replicas that are up.
         replicas: Number of replicas that the population may use, apart from those that it uses.
     """
-
-    generation: Generation
-    wanted: _Integers64
-    sessions: Collection[int]
-    replicas: int
-
-
-def division_of(request: Request) -> Division:
-    """Return the division of a generation for a request."""
-    generation = request.generation
     root, lineage = generation.root, generation.lineage
-    count = min(request.replicas, len(request.wanted) // MIN_ROWS)
+    count = min(replicas, len(wanted) // MIN_ROWS)
     if isinstance(root.state, Division):
-        return _balanced(root.state.extended(generation, root), request, count)
+        division = root.state.extended(generation, root)
+        return _balanced(division, generation, wanted, sessions, count)
     if count > 1:
-        return _assigned(request, _assignment(request, count))
+        return _new_division(generation, wanted, sessions, count)
     base = Generation(root.lineage)
     base.joined = placed_sources(root)
     part = base if lineage is root.lineage else Generation(lineage, base)
     members = np.arange(len(lineage))
     return Division([part], np.zeros_like(members), members)
+
+
+def _balanced(
+    division: Division,
+    generation: Generation,
+    wanted: _Integers64,
+    sessions: Collection[int],
+    count: int,
+) -> Division:
+    """Return the division of an extended generation, or a division into `count` other parts."""
+    holders = [holder_of(part, sessions) for part in division.parts]
+    # The part of a lost replica counts as that of another one.
+    keys = [-1 - i if session is None else session for i, session in enumerate(holders)]
+    used = list(dict.fromkeys(keys))
+    replica_of = np.array([used.index(key) for key in keys])[division.part_of[wanted]]
+    rows = np.bincount(replica_of, minlength=len(used))
+    count = max(count, min(len(used), len(wanted) // MIN_ROWS), 1)
+    share = -(-len(wanted) // count)
+    excess = int(rows.max()) - share
+    if excess <= 0:
+        return division
+    excess += division.excess
+    above = [wanted[replica_of == replica][share:] for replica in range(len(used))]
+    room = share - (int(rows.min()) if len(used) >= count else 0)
+    moved = np.sort(np.concatenate(above))[:room]  # to the replica with most room
+    cost = TOKEN_COST * _distinct_tokens(generation.lineage, moved, excess / TOKEN_COST)
+    if excess < max(cost, len(wanted) // 16):
+        return replace(division, excess=excess)
+    return _new_division(generation, wanted, sessions, count)
+
+
+def _distinct_tokens(lineage: Lineage, places: _Integers64, limit: float) -> int:
+    """Count the tokens of sequences, each common one once, without a prompt of all sequences.
+
+    Args:
+        lineage: The sequences.
+        places: Indices of some of them.
+        limit: Number from which on the count may be incomplete.
+    """
+    tokens = 0
+    while lineage.parent is not None and tokens <= limit:
+        places = np.unique(places)
+        tokens += int(np.count_nonzero(lineage.token_ids[places] >= 0))
+        places, lineage = lineage.ancestors[places], lineage.parent
+    if lineage.parent is None and len(lineage) > 1:
+        tokens += int(lineage.lengths[np.unique(places)].sum())
+    return tokens
 
 
 def placed_sources(generation: Generation) -> list[Source]:
@@ -135,84 +171,18 @@ def placed_sources(generation: Generation) -> list[Source]:
     return placed
 
 
-class _Assignment(NamedTuple):
-    """Sequences of a generation in new parts with equal numbers of requested rows.
-
-    Attributes:
-        part_of: Index of the part of each sequence, shape `(n,)`.
-        sources: Generations that the replica of each part has, none for a part of any replica.
-        is_moved: Which of the requested sequences are moved from a replica to another one,
-            shape `(d,)`.
-    """
-
-    part_of: _Integers64
-    sources: list[list[Source]]
-    is_moved: npt.NDArray[np.bool_]
-
-
-def _balanced(division: Division, request: Request, count: int) -> Division:
-    """Return the division of an extended generation, or a division into `count` other parts."""
-    wanted = request.wanted
-    sizes = np.bincount(division.part_of[wanted], minlength=len(division.parts)).tolist()
-    rows: Counter[int] = Counter()  # by session
-    for index, part in enumerate(division.parts):
-        session = holder_of(part, request.sessions)
-        # The part of a lost replica counts as that of another one.
-        rows[-1 - index if session is None else session] += sizes[index]
-    count = max(count, min(len(rows), len(wanted) // MIN_ROWS), 1)
-    share = -(-len(wanted) // count)
-    excess = max(rows.values()) - share
-    if excess <= 0:
-        return division
-    excess += division.excess
-    if excess < max(division.next_check, len(wanted) // 16):  # not worth it
-        return replace(division, excess=excess)
-    assignment = _assignment(request, count)
-    if not _reaches_cost(excess, request, assignment):
-        return replace(division, excess=excess, next_check=int(1.25 * excess) + 1)
-    return _assigned(request, assignment)
-
-
-def _reaches_cost(excess: int, request: Request, assignment: _Assignment) -> bool:
-    """Whether the excess has reached the cost of moving sequences to other replicas.
-
-    The cost is that of the part with most tokens to compute again. In a part, tokens that
-    sequences have in common are computed once.
-
-    Args:
-        excess: Number of rows.
-        request: The request.
-        assignment: The sequences in other parts.
-    """
-    lineage, wanted = request.generation.lineage, request.wanted
-    part_of, _, is_moved = assignment
-    places, parts = wanted[is_moved], part_of[wanted[is_moved]]
-    # The tokens of prompts that a part does not have.
-    lengths = lineage.first.lengths
-    prompts = lineage.origins(wanted, lineage.first) + part_of[wanted] * len(lengths)
-    missing = np.setdiff1d(prompts[is_moved], prompts[~is_moved])
-    count = int(part_of.max()) + 1
-    tokens = np.bincount(missing // len(lengths), lengths[missing % len(lengths)], count)
-    while TOKEN_COST * tokens.max() <= excess:
-        if lineage.parent is None:
-            return True
-        _, index = np.unique(parts * len(lineage) + places, return_index=True)
-        parts, places = parts[index], places[index]
-        tokens += np.bincount(parts[lineage.token_ids[places] >= 0], minlength=count)
-        places, lineage = lineage.ancestors[places], lineage.parent
-    return False
-
-
-def _assignment(request: Request, count: int) -> _Assignment:
-    """Assign the sequences of a generation to `count` parts, each of one replica."""
-    wanted = request.wanted
+def _new_division(
+    generation: Generation, wanted: _Integers64, sessions: Collection[int], count: int
+) -> Division:
+    """Return `count` parts with equal numbers of rows, which continue what replicas have."""
+    lineage = generation.lineage
     by_session: dict[int, list[Source]] = {}
-    for source in placed_sources(request.generation):
-        session = holder_of(source.generation, request.sessions)
+    for source in placed_sources(generation):
+        session = holder_of(source.generation, sessions)
         if session is not None:
             by_session.setdefault(session, []).append(source)
     sources = list(by_session.values())
-    holder = np.full(len(request.generation.lineage), -1)  # index in `sources`, or -1
+    holder = np.full(len(lineage), -1)  # index in `sources`, or -1
     for index, held in enumerate(sources):
         for source in held:
             holder[source.places] = index
@@ -228,23 +198,13 @@ def _assignment(request: Request, count: int) -> _Assignment:
     room = sizes - np.bincount(part_of[wanted] + 1, minlength=count + 1)[1:]
     part_of[free] = np.repeat(np.arange(count), room)  # neighbours often share a prefix
     part_of[part_of < 0] = 0  # sequences that are not requested
-    holder_of_part = np.append(kept, np.full(count - len(kept), -1))
-    return _Assignment(
-        part_of,
-        [sources[index] if index >= 0 else [] for index in holder_of_part.tolist()],
-        holder_of_part[part_of[wanted]] != holder[wanted],
-    )
-
-
-def _assigned(request: Request, assignment: _Assignment) -> Division:
-    """Return the division of an assignment, whose parts continue what their replicas have."""
-    lineage, part_of = request.generation.lineage, assignment.part_of
     places, parts = np.empty(len(lineage), np.int64), []
-    for part, sources in enumerate(assignment.sources):
+    for part in range(count):
         members = np.flatnonzero(part_of == part)
         places[members] = np.arange(len(members))
-        generation = Generation(Lineage.of_sequences(lineage.sequences(members)))
-        common = [source.of(members) for source in sources]
-        generation.joined = [source for source in common if len(source.places)]
-        parts.append(generation)
+        continued = Generation(Lineage.of_sequences(lineage.sequences(members)))
+        held_sources = sources[kept[part]] if part < len(kept) else []
+        common = [source.of(members) for source in held_sources]
+        continued.joined = [source for source in common if len(source.places)]
+        parts.append(continued)
     return Division(parts, part_of, places)

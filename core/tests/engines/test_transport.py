@@ -83,7 +83,11 @@ def outputs_sent(*outputs: Any, by: Transport = TRANSPORT) -> list[Any]:
 
 
 def computed(reduction: Any) -> Any:
-    [value] = type(reduction).compute(torch.zeros(1, SIZE), [reduction])
+    """Return the result of a reduction or its error."""
+    try:
+        [value] = type(reduction).compute(torch.zeros(1, SIZE), [reduction])
+    except EvaluationError as error:
+        return error
     return value
 
 

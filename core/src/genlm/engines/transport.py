@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from genlm.core.queries.query import (
     Reduced,
     Reduction,
 )
+from genlm.core.rows.row_functions import ColumnsOfFunction, ReductionOfFunction
 
 _SAFE = frozenset({bool, bytes, float, int, str, type(None), np.ndarray, torch.Tensor})
 """Classes that every process can load, besides those of `_OWN`."""
@@ -110,7 +111,7 @@ class Transport:
                 f"a reduction cannot be loaded in {self._process}, where its module must be "
                 f"installed: {describe_error(error)}"
             )
-            return _undeliverable(message, is_group)
+            return _failing_output(message, is_group)
 
         outputs = _unpack(packed, failing_output)
         for place, output in enumerate(outputs):
@@ -122,7 +123,7 @@ class Transport:
     def _unsendable_output(self, output: Any, error: Exception) -> object:
         code = user_code(output) or type(output)
         message = f"{code.__name__} cannot be sent to {self._process}: {describe_error(error)}"
-        return _undeliverable(message, isinstance(output, GroupReduction))
+        return _failing_output(message, isinstance(output, GroupReduction))
 
     # -- results ----------------------------------------------------------------------
 
@@ -344,34 +345,18 @@ def _with_picklable_errors(value: Any) -> Any:
     return value
 
 
-def _undeliverable(message: str, is_group: bool) -> Reduction | GroupReduction:
-    return _UndeliverableGroup(message) if is_group else _Undeliverable(message)
+def _failing_output(reason: str, is_group: bool) -> Reduction | GroupReduction:
+    """Return a reduction that stands for one that could not be sent, and fails."""
+    return (ColumnsOfFunction if is_group else ReductionOfFunction)(_Failure(reason))
 
 
 @dataclass(frozen=True)
-class _Undeliverable(Reduction):
-    """Stands for a reduction that could not be sent, and fails with the reason."""
+class _Failure:
+    """A function of rows that raises an error."""
 
     reason: str
 
-    @classmethod
-    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[EvaluationError]:
-        """Return the errors."""
-        del rows
-        return [EvaluationError(request.reason) for request in requests]
-
-
-@dataclass(frozen=True)
-class _UndeliverableGroup(GroupReduction):
-    """The same for a reduction of a population."""
-
-    reason: str
-
-    def compute(
-        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Raise the error."""
-        del rows, row_of, members
+    def __call__(self, _rows: torch.Tensor) -> torch.Tensor:
         raise EvaluationError(self.reason)
 
 

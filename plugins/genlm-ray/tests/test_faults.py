@@ -467,8 +467,9 @@ def test_aborts_and_drops_that_are_lost_cost_no_request(in_process, reference):
         raise RuntimeError("lost")
 
     def abort():
-        engine.driver.links[0].aborted.append(10**6)
-        engine.driver._send()
+        [link] = engine.driver.links
+        link.dropped.append(10**6)
+        engine.driver._send(link)
 
     actor.replica.exchange, exchange = refuse, actor.replica.exchange
     engine.driver.schedule(abort)

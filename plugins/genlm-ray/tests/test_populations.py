@@ -190,7 +190,7 @@ def _driver() -> Driver:
         load_timeout_s=1.0, max_in_flight=9,
     )  # fmt: skip
     for number, link in enumerate(driver.links):
-        link.session, link.dropped = number, deque()
+        link.session, link.dropped, link.released = number, deque(), []
         driver.router.add(number)
     return driver
 
@@ -260,7 +260,7 @@ def test_groups_are_packed_for_what_their_replica_knows():
     assert generations.sequences == 3
     _, unanswered = _generations()
     messages = [packed(query_id, unanswered, link) for query_id in (3, 4)]
-    assert [message.size for message in messages] == [5, 5]  # the second may arrive first
+    assert [message.size for message in messages] == [3, 3]  # the second may arrive first
     assert messages[0].number != messages[1].number
     assert finish(3, error=RuntimeError()).error is not None
     assert list(link.dropped) == [3]
@@ -268,11 +268,44 @@ def test_groups_are_packed_for_what_their_replica_knows():
     assert packed(5, unanswered, link).size == 0
     driver.router.reassign_from(0)  # it was lost with its generations
     [[routed]] = driver.router.take({1: 9}).values()
-    assert (routed.query.query_id, pack_group(routed.query, other.session).size) == (5, 5)
+    assert (routed.query.query_id, pack_group(routed.query, other.session).size) == (5, 3)
     assert finish(5) is None
     assert list(link.dropped) == [3, 5, ~5]
     assert finish(5, other).query_id == 5
     assert not driver.router.in_flight.total()
+    driver.close()
+
+
+def test_generations_to_which_a_message_refers_are_not_dropped_before_its_queries_end():
+    """Ray may start a later message, with the dropped numbers, before it."""
+    driver = _driver()
+    [link, _] = driver.links
+    first, later = _generations()
+    [earlier, _] = _generations()
+    rows = LastColumn(torch.zeros(3))
+
+    def send(query_id, generation):
+        driver.router.submit([_group(query_id, generation, rows)])
+        [group] = link.pack_request(driver.router.take({0: 9})[0], 0).groups
+        return group
+
+    def finish(query_id):
+        driver._complete(Completion(query_id, ()), link)
+
+    for query_id, generation in enumerate((first, earlier)):
+        send(query_id, generation)
+        finish(query_id)
+    joined, _ = joined_generation([(earlier, np.arange(2))])
+    assert [send(query_id, later).base for query_id in (2, 3)] == [0, 0]
+    joins = [source.generation for n in (4, 5) for source in send(n, joined).joined]
+    assert joins == [1, 1]
+    del first, earlier, generation
+    finish(2)  # the program then refers to the state of the later generation only
+    finish(4)
+    assert not link.dropped
+    finish(3)
+    finish(5)
+    assert sorted(link.dropped) == [0, 1, 3, 5]
     driver.close()
 
 

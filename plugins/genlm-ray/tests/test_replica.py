@@ -75,6 +75,21 @@ def test_a_program_may_have_so_many_sequences_of_populations():
     _run(main, limits=ServingLimits(sequences=5))
 
 
+def test_only_the_sequences_of_the_last_step_count():
+    """A replica that computes the population of a lost one receives the earlier steps too."""
+
+    async def main(served, _engine):
+        await served.attach("driver", 1, {}, [])
+        generation = Generation(Lineage.of_sequences([TokenSequence.of([i]) for i in range(2)]))
+        for _ in range(9):
+            generation, _ = generation.extended(np.arange(2), np.arange(2)[:, None])
+        [completion] = _answers(await served.exchange(1, _group_request(0, generation)))
+        assert completion.error is None
+        assert served._sessions[1].generations.sequences == 2
+
+    _run(main, limits=ServingLimits(sequences=5))
+
+
 def test_a_replica_serves_so_many_programs():
     async def main(served, _engine):
         await served.attach("one", 1, {}, [])
@@ -216,7 +231,7 @@ def test_a_message_may_arrive_after_the_generations_of_its_aborted_queries_are_d
         lineage, _ = first.lineage.extended(np.arange(1), np.arange(1))
         message = _group_request(10, Generation(lineage, first))
         message.queries = _request([1], [2]).queries
-        await served.notify(1, ReplicaRequest(aborted=[0, 10], dropped=[9]))
+        await served.notify(1, ReplicaRequest(dropped=[0, 10, 9]))
         await served.notify(1, message)
         session = served._sessions[1]
         assert session.generations.sequences == 0

@@ -109,6 +109,18 @@ def _session(shared, reduction_s=3600.0):
     return Session("driver", shared, ServingLimits(reduction_s=reduction_s))
 
 
+async def _timed_out(session, count):
+    """Return completions, while reductions are checked as `Replica` does."""
+    while len(session.finished) < count:
+        session.time_out_reductions()
+        await asyncio.sleep(0)
+    return await _completions(session, count)
+
+
+def _is_overdue(session):
+    return session._reducer.engine.reduction_s > session._limits.reduction_s
+
+
 def _is_reducing(session):
     return session._reducer is not None and session._reducer.engine.reduction_s > 0
 
@@ -167,7 +179,7 @@ def test_a_query_does_not_wait_for_all_queries_of_an_earlier_request(has_company
         await _entered(SimpleNamespace(entered=entered))
         later = [Query(1000 + i, (2 + i,), turn=1001 + i) for i in range(2)]
         session.submit(later, turn=1001)
-        session.abort([100, 1001])
+        session.drop([100, 1001])
         gate.set()
         await _completions(session, 200)
         assert step_of((1, 0)) <= 2
@@ -202,10 +214,10 @@ def test_a_driver_is_told_when_its_last_query_is_aborted():
         session.submit([Query(0, (1,)), Query(1, (2,))])
         await _entered(engine)
         session.submit([Query(2, (3,))])  # waits for the next step
-        session.abort([0, 1])
+        session.drop([0, 1])
         assert (session.finished, session.unanswered) == ([], 1)
         session.changed.clear()
-        session.abort([2])
+        session.drop([2])
         assert session.changed.is_set()
         assert (session.finished, session.unanswered) == ([], 0)
 
@@ -293,7 +305,7 @@ def test_a_user_defined_reduction_that_takes_too_long_fails_alone_and_gets_no_se
     async def main(shared, _engine):
         slow = _session(shared, reduction_s=0.1)
         slow.submit([Query(0, (1,), outputs=(Slow(go),))])
-        [failed] = await _completions(slow, 1)
+        [failed] = await _timed_out(slow, 1)
         assert "has run for more than 0.1 s" in str(failed.error)
         threads = set(threading.enumerate())
         slow.submit([Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))])
@@ -302,7 +314,7 @@ def test_a_user_defined_reduction_that_takes_too_long_fails_alone_and_gets_no_se
         assert torch.is_tensor(row.result)
         assert threads.issuperset(threading.enumerate())
         go.set()
-        while slow._is_overdue:
+        while _is_overdue(slow):
             await asyncio.sleep(0)
         slow._limits = UNLIMITED  # the thread may wait for a core
         slow.submit([Query(3, (3,), outputs=(Slow(go),))])
@@ -349,7 +361,7 @@ def test_a_query_that_is_aborted_does_not_hold_up_those_that_are_reduced_with_it
         session.submit([Query(i, (1, i), outputs=(Slow(go),)) for i in range(3)])
         while not _is_reducing(session):
             await asyncio.sleep(0)
-        session.abort([aborted])
+        session.drop([aborted])
         go.set()
         completions = await _completions(session, 2)
         assert {item.query_id for item in completions} == {0, 1, 2} - {aborted}
@@ -448,7 +460,7 @@ def test_a_text_whose_query_is_aborted_is_not_continued(monkeypatch):
         aborted, later = Places(wait), Places()
         session.submit([_text(0, aborted)])
         assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
-        session.abort([0])
+        session.drop([0])
         assert (session.finished, session.unanswered) == ([], 0)
         session.submit([_text(1, later)])
         go.set()
@@ -466,13 +478,13 @@ def test_a_user_defined_reduction_of_a_text_has_a_time_limit(monkeypatch):
     async def main(shared, _engine):
         session = _session(shared, reduction_s=0.1)
         session.submit([_text(0, Places(lambda: go.wait(TIMEOUT_S)))])
-        [first] = await _completions(session, 1)
+        [first] = await _timed_out(session, 1)
         session.submit([_text(1, Places())])
         [second] = await _completions(session, 1)
         assert "has run for more than 0.1 s" in str(first.error)
         assert "until it returns" in str(second.error)
         go.set()
-        while session._is_overdue:
+        while _is_overdue(session):
             await asyncio.sleep(0)
         session._limits = UNLIMITED
         session.submit([_text(2, Places())])

@@ -150,8 +150,8 @@ class Driver:
         routed = self.router.finish(query_id)
         link = None if routed is None else self._up.get(routed.replica)
         if link is not None:
-            link.aborted.append(query_id)
-            self._send()
+            link.dropped.append(query_id)
+            self._send(link)
 
     def release(self, adapter: str | None, key: bytes) -> None:
         """Make the replicas release a context."""
@@ -161,8 +161,8 @@ class Driver:
                 if session in self._up:
                     self._up[session].released.append((adapter, context.sequence))
 
-    def _send(self) -> None:
-        """Send queries and aborts to the replicas that can accept them."""
+    def _send(self, aborting: ReplicaLink | None = None) -> None:
+        """Send queries to the replicas that can accept them, and aborts to one of them."""
         free = [link for link in self._up.values() if link.calls < _MAX_CALLS]
         in_flight = self.router.in_flight
         taken = self.router.take(
@@ -174,7 +174,7 @@ class Driver:
         )
         for link in free:
             routed = taken.get(link.session, [])
-            if routed or link.aborted or (not link.calls and in_flight[link.session]):
+            if routed or link is aborting or (not link.calls and in_flight[link.session]):
                 self._exchange(link, routed)
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from genlm.plugin import Count, GroupQuery, Query, TokenSequence, pack_sequences
+from genlm.plugin import Count, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
 from genlm_ray.wire import (
+    PackedGroup,
     PlacedGeneration,
     Prefix,
     ReplicaRequest,
@@ -42,8 +43,8 @@ class ReplicaLink:
         lost: Future that receives the reason when the session is lost.
         calls: Number of unanswered messages of the session.
         pending_queries: Maximum number of queries that the replica accepts at a time.
-        aborted: Ids of aborted queries that the replica still has.
-        dropped: Numbers of generations that programs have dropped; any thread may append.
+        dropped: Ids of aborted queries, and numbers of generations that programs have dropped;
+            any thread may append.
         released: Contexts that the program has dropped.
         is_dead: Whether the replica cannot be restarted.
         restarts: Number of ended incarnations.
@@ -57,7 +58,6 @@ class ReplicaLink:
     lost: asyncio.Future[BaseException]
     calls: int
     pending_queries: int
-    aborted: list[int]
     dropped: deque[int]
     released: list[tuple[str | None, TokenSequence]]
 
@@ -76,34 +76,32 @@ class ReplicaLink:
         """Store the description of a session that the replica has begun."""
         self.configuration, self.calls = configuration, 0
         self.lost = asyncio.get_running_loop().create_future()
-        self.aborted, self.dropped, self.released = [], deque(), []
+        self.dropped, self.released = deque(), []
         self.pid = description["pid"]
         self.pending_queries = description["pending_queries"]
         self.engine_statistics = description["statistics"]
         self.session = session
 
     def pack_request(self, queries: Sequence[RoutedQuery], turn: int) -> ReplicaRequest:
-        """Pack queries, aborts, dropped generations and released contexts into a message.
+        """Pack queries, what was aborted and dropped, and released contexts into a message.
 
         Args:
             queries: The queries.
             turn: The program's current turn.
         """
-        request = ReplicaRequest(
-            pack_queries(
-                [item.query for item in queries if isinstance(item.query, Query)],
-                [item.turn for item in queries if isinstance(item.query, Query)],
-            ),
-            [
-                pack_group(item.query, self.session)
-                for item in queries
-                if isinstance(item.query, GroupQuery)
-            ],
-            self.aborted,
-            [self.dropped.popleft() for _ in range(len(self.dropped))],
-            turn=turn,
-        )
-        self.aborted = []
+        singles: list[Query] = []
+        turns: list[int] = []
+        groups: list[PackedGroup] = []
+        for item in queries:
+            if isinstance(item.query, Query):
+                singles.append(item.query)
+                turns.append(item.turn)
+            else:
+                root = item.query.generation.root
+                item.bases = root, root.joined
+                groups.append(pack_group(item.query, self.session))
+        dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        request = ReplicaRequest(pack_queries(singles, turns), groups, dropped, turn=turn)
         if self.released:
             adapters, sequences = zip(*self.released, strict=True)
             request.released = list(adapters), pack_sequences(sequences)

@@ -280,11 +280,13 @@ class Replica:
     # -- supervision ------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """End sessions of silent drivers, and the process if the engine has ended."""
+        """End slow reductions, sessions of silent drivers, and the process with the engine."""
         timeout_s = self._spec.driver_timeout_s
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             self._exit_if_engine_ended()
+            for state in list(self._sessions.values()):
+                state.time_out_reductions()
             oldest_s = time.monotonic() - timeout_s
             for session in [
                 n for n, state in self._sessions.items() if state.seen_s < oldest_s

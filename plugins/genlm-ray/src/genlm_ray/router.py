@@ -80,6 +80,8 @@ class RoutedQuery:
         context: The query's context; None for a population.
         parent: The longest known prefix of the context; None if there is none.
         replica: The assigned replica, -1 while the query waits.
+        bases: Generations whose state in the replica a population's message refers to. The
+            replica keeps it while the query is unanswered.
         cost: The query's share of the replica's work.
     """
 
@@ -89,6 +91,7 @@ class RoutedQuery:
     context: Context | None
     parent: Context | None
     replica: int = -1
+    bases: object = None
     cost: float = 0.0
 
 

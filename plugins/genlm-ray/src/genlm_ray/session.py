@@ -59,7 +59,7 @@ class SharedEngine:
 
     def __init__(self, build: Callable[[], Engine], step_timeout_s: float) -> None:
         self.scheduler: Scheduler[Any] = Scheduler(
-            lambda: _StepWatchdog(with_groups(build()), step_timeout_s),
+            lambda: _with_step_limit(with_groups(build()), step_timeout_s),
             release=_release,
             name="genlm-replica",
         )
@@ -140,7 +140,6 @@ class Session:
         self._limits = limits
         self._reducer: Scheduler[Any] | None = None  # of user-defined reductions
         self._running_reductions: Running = {}
-        self._timeout_task: asyncio.Task[None] | None = None
 
     @property
     def unanswered(self) -> int:
@@ -154,15 +153,13 @@ class Session:
         return f"{name}-{self.driver}"
 
     def accept(self, message: ReplicaRequest) -> None:
-        """Drop the aborted queries of a message, submit its new queries, release contexts.
+        """Drop what a message drops, submit its new queries, release contexts.
 
         Raises:
             EvaluationError: The driver would exceed its limits. No query was accepted.
         """
-        if message.aborted:
-            self.abort(message.aborted)
-        for number in message.dropped:
-            self.generations.drop(number)
+        if message.dropped:
+            self.drop(message.dropped)
         try:
             self.submit(self._unpack(message), message.turn)
         finally:
@@ -209,25 +206,23 @@ class Session:
         self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1][0]))
         self._shared.submit_waiting(self)
 
-    def abort(self, query_ids: Sequence[int]) -> None:
-        """Drop queries, and the generations of populations that were sent with them.
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Drop generations, and abort the queries that were sent with them or have these ids.
 
         A query that arrives later is computed, and its result is ignored.
         """
-        for query_id in query_ids:
-            self.generations.drop(query_id)
-            self.waiting.pop(query_id, None)
+        for number in numbers:
+            self.generations.drop(number)
+            self.waiting.pop(number, None)
             for running in (self.running, self._running_reductions):
-                if query_id in running:
-                    running.pop(query_id)()
+                if number in running:
+                    running.pop(number)()
         self._shared.submit_waiting(self)
         self.changed.set()  # otherwise a poll without queries would not return
 
     def end(self) -> None:
-        """Drop all queries and end the session's task and thread."""
-        self.abort([*self.waiting, *self.running, *self._running_reductions])
-        if self._timeout_task is not None:
-            self._timeout_task.cancel()
+        """Drop all queries and end the session's thread."""
+        self.drop([*self.waiting, *self.running, *self._running_reductions])
         self._reducer = None  # ends its thread
 
     def submit_next(self) -> None:
@@ -279,33 +274,22 @@ class Session:
                 lambda: with_groups(ClientEngine(shared.engine, shared.compute, active)),
                 name="genlm-reductions",
             )
-            if self._limits.reduction_s < math.inf:
-                self._timeout_task = asyncio.create_task(self._time_out_reductions())
-        if self._is_overdue:
-            self._finish(query.query_id, self._timeout_error())
-        else:
-            self._start(query, self._reducer, query.query_id, self._running_reductions)
+        self._start(query, self._reducer, query.query_id, self._running_reductions)
+        self.time_out_reductions()
 
-    @property
-    def _is_overdue(self) -> bool:
-        reducer = self._reducer
-        return reducer is not None and reducer.engine.reduction_s > self._limits.reduction_s
-
-    async def _time_out_reductions(self) -> None:
-        """Fail the session's user-defined reductions when one of them takes too long."""
-        while True:
-            await asyncio.sleep(self._limits.reduction_s / 4)
-            for query_id in list(self._running_reductions) if self._is_overdue else ():
-                self._running_reductions.pop(query_id)()
-                self._finish(query_id, self._timeout_error())
-
-    def _timeout_error(self) -> EvaluationError:
-        limit_s = self._limits.reduction_s
-        return EvaluationError(
-            f"a reduction of this program has run for more than {limit_s:g} s in a "
-            f"replica; until it returns, the replica computes no other user-defined reduction "
-            f"of this program"
-        )
+    def time_out_reductions(self) -> None:
+        """Fail the user-defined reductions of the session if one of them takes too long."""
+        reducer, limit_s = self._reducer, self._limits.reduction_s
+        if reducer is None or reducer.closed or reducer.engine.reduction_s <= limit_s:
+            return
+        for query_id in list(self._running_reductions):
+            self._running_reductions.pop(query_id)()
+            error = EvaluationError(
+                f"a reduction of this program has run for more than {limit_s:g} s in a "
+                f"replica; until it returns, the replica computes no other user-defined "
+                f"reduction of this program"
+            )
+            self._finish(query_id, error)
 
 
 def _submissions(query: AnyQuery, query_id: int) -> list[tuple[AnyQuery, Any, Any]]:
@@ -323,23 +307,19 @@ def _release(engine: Any, leases: list[Sequence[tuple[str | None, bytes]]]) -> N
         call_each(engine.release_context, itertools.chain.from_iterable(leases))
 
 
-class _StepWatchdog:
-    """An engine whose process ends when a step takes too long, even if Python is blocked.
+def _with_step_limit(engine: Any, step_timeout_s: float) -> Any:
+    """Make an engine end its process when a step takes too long, even if Python is blocked.
 
-    Other attributes are those of the wrapped engine.
+    `faulthandler` ends the process from a thread without the GIL.
     """
+    step = engine.step
 
-    def __init__(self, engine: Any, step_timeout_s: float) -> None:
-        self._engine = engine
-        self._step_timeout_s = step_timeout_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self) -> list[Completion]:
-        """Step the engine; `faulthandler` ends the process from a thread without the GIL."""
-        faulthandler.dump_traceback_later(self._step_timeout_s, exit=True, file=2)
+    def limited_step() -> list[Completion]:
+        faulthandler.dump_traceback_later(step_timeout_s, exit=True, file=2)
         try:
-            return list(self._engine.step())
+            return list(step())
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    engine.step = limited_step
+    return engine

@@ -134,8 +134,10 @@ class PackedGroup(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of sequences that the replica stores for the query."""
-        return len(self.first.tails) + sum(len(tokens) for _, tokens in self.steps)
+        """Number of sequences of the generation; 0 if the replica has it."""
+        if self.number == self.base:
+            return 0
+        return len(self.steps[-1][1]) if self.steps else len(self.first.tails)
 
 
 class PlacedGeneration:
@@ -214,15 +216,15 @@ def place_sample(
 
 
 class Generations:
-    """A driver's generations in a replica, by the driver's numbers.
-
-    Attributes:
-        sequences: Number of their sequences.
-    """
+    """A driver's generations in a replica, by the driver's numbers."""
 
     def __init__(self) -> None:
-        self._by_number: dict[int, tuple[Generation, int]] = {}
-        self.sequences = 0
+        self._by_number: dict[int, Generation] = {}
+
+    @property
+    def sequences(self) -> int:
+        """Number of their sequences."""
+        return sum(len(generation.lineage) for generation in self._by_number.values())
 
     def group(self, packed: PackedGroup, adapter: str | None, lease: Any) -> GroupQuery | None:
         """Unpack the query of a population, and store its generation if it is new.
@@ -238,12 +240,11 @@ class Generations:
         if packed.base is not None and packed.base not in self._by_number:
             return None
         if packed.number != packed.base:
-            self._add(packed.number, self._unpack_generation(packed), packed.size)
+            self._by_number[packed.number] = self._unpack_generation(packed)
         [reduction] = TRANSPORT.unpack_outputs(packed.reduction)
-        generation, _ = self._by_number[packed.number]
         return replace(
             packed.query,
-            generation=generation,
+            generation=self._by_number[packed.number],
             reduction=reduction,
             adapter=adapter,
             lease=lease,
@@ -253,29 +254,24 @@ class Generations:
         """Store the generation of a sample; return a query's result without it."""
         if not isinstance(result, SampledGroup):
             return result
-        self._add(~query_id, result.generation, result.token_ids.numel())
+        self._by_number[~query_id] = result.generation
         unset: Any = None  # the driver extends its generation in the same way
         return result._replace(generation=unset, places=unset)
 
     def drop(self, number: int) -> None:
         """Drop a generation if it is known; generations that extend it stay valid."""
-        _, size = self._by_number.pop(number, (None, 0))
-        self.sequences -= size
-
-    def _add(self, number: int, generation: Generation, size: int) -> None:
-        self._by_number[number] = generation, size
-        self.sequences += size
+        self._by_number.pop(number, None)
 
     def _unpack_generation(self, packed: PackedGroup) -> Generation:
         base: Generation | None = None
         if packed.base is not None:
-            base, _ = self._by_number[packed.base]
+            base = self._by_number[packed.base]
             lineage = base.lineage
         else:
             lineage = Lineage.of_sequences(packed.first.unpack())
             base = Generation(lineage)
             base.joined = [
-                source._replace(generation=self._by_number[source.generation][0])
+                source._replace(generation=self._by_number[source.generation])
                 for source in packed.joined
                 if source.generation in self._by_number
             ]
@@ -295,15 +291,14 @@ class ReplicaRequest:
     Attributes:
         queries: Queries for single sequences.
         groups: Queries of populations.
-        aborted: Ids of queries to drop.
-        dropped: Numbers of generations that later messages do not use.
+        dropped: Ids of aborted queries, and numbers of generations that later messages do not
+            use.
         released: Sequences whose state the engine may drop, and their adapters.
         turn: The program's current turn, which is that of `groups`.
     """
 
     queries: PackedQueries = field(default_factory=lambda: pack_queries(()))
     groups: list[PackedGroup] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     released: tuple[list[str | None], PackedSequences] | None = None
     turn: int = 0

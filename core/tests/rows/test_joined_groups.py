@@ -290,9 +290,10 @@ def test_a_bias_of_several_groups_is_stored_once() -> None:
     few = biased(np.random.default_rng(1).normal(0, 1, (9, SIZE)), 9).of(np.array([7, 2]))
     several = RowWeights.joined([few, biased(bias, 1)])
     assert torch.equal(biases_of(several), torch.stack([*biases_of(few), bias]))
-    assert several._bias is not None
-    assert len(several._bias) == 3  # without those of other rows
-    found = joined.token_biases(np.array([3, 4]), np.array([[7], [9]]))
+    assert several.biases is not None
+    assert len(several.biases.values) == 3  # without those of other rows
+    assert joined.biases is not None
+    found = joined.biases.of_ids(np.array([3, 4]), np.array([[7], [9]]))
     np.testing.assert_array_equal(found, expected[[3, 4], [7, 9]][:, None])
 
 

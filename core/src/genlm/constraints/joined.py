@@ -24,8 +24,8 @@ from genlm.core.base.arrays import ranges
 from genlm.core.base.blocking import is_blocking
 from genlm.core.model.members import checked_array
 from genlm.core.rows.draws import DrawnTokens
+from genlm.core.rows.row_biases import row_biases
 from genlm.core.rows.row_masks import RowMasks
-from genlm.core.rows.row_weights import bias_of_rows
 from genlm.core.rows.sampling import SeedLike, SeedStreams, checked_seeds, member_seeds
 
 if TYPE_CHECKING:
@@ -148,12 +148,13 @@ class JoinedConstraint(Constraint):
         streams = checked_seeds(seed, len(self))
         if isinstance(streams, int):
             streams = SeedStreams(member_seeds(streams, np.arange(len(self))))
+        biases = row_biases(bias, len(self), self._vocab_size)
 
         async def draw_part(part: Constraint, members: Integers64) -> DrawnTokens:
             drawn = await part.draw(
                 population[members],
                 temperature=temperature,
-                bias=bias_of_rows(bias, members, len(self), self._vocab_size),
+                bias=0.0 if biases is None else biases.of(members).in_order,
                 seed=streams[members],
             )
             if len(drawn.token_ids) != len(members):

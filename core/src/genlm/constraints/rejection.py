@@ -190,7 +190,9 @@ class Search:
         logprobs = drawn.logprobs.numpy()[members].astype(np.float64)
         # No token, -1, has the log-probability -inf, whatever the bias of token 0.
         weights = self.settings.weights
-        biased = logprobs + weights.token_biases(members, np.maximum(token_ids, 0))
+        biased = logprobs
+        if weights.biases is not None:
+            biased = logprobs + weights.biases.of_ids(members, np.maximum(token_ids, 0))
         ratios = log_mass_ratios(
             biased / weights.temperatures[members, None],
             draw_logprobs,

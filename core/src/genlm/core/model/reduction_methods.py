@@ -36,8 +36,8 @@ from genlm.core.rows.reductions import (
     TopK,
     TopTokens,
 )
+from genlm.core.rows.row_biases import checked_biases
 from genlm.core.rows.row_functions import ReductionOfFunction, RowFunction, is_row_function
-from genlm.core.rows.row_weights import checked_biases
 from genlm.core.rows.sampling import batch_seeds, checked_seed, seed_word, stream_uniform
 from genlm.core.rows.truncation import Truncation
 from genlm.core.vocab import Vocabulary

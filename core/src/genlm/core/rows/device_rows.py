@@ -108,7 +108,7 @@ def draw_on_device(
         unrestricted = None if weights.masks is None else weights.masks.unrestricted
         if unrestricted is not None and not blocks.constants["BIASED"]:
             log_mass.masked_fill_(moved(unrestricted, device)[places], 0.0)
-        offset = weights.device_offset(device)
+        _, offset = weights.device_biases(device)
         if offset is not None:
             log_mass += offset if len(offset) == 1 else offset[places]
     return token_ids, logprobs, log_mass, draw_logprob
@@ -136,7 +136,9 @@ def _sum_blocks(
     bias = mask = mask_rows = temperatures = None
     is_packed = False
     if weights is not None:
-        bias, temperatures = weights.device_bias(device), weights.device_temperatures(device)
+        bias, _ = weights.device_biases(device)
+        bias = None if bias is None else bias.contiguous()
+        temperatures = weights.device_temperatures(device)
         if weights.masks is not None:
             mask, mask_rows, is_packed = weights.masks.bits(device)
     tensors = (bias, mask, mask_rows, temperatures)

@@ -82,3 +82,5 @@ def test_stale_entries_after_the_end_of_a_row_are_not_its_own() -> None:
     assert paths(replaced) == [[7, 8], [7, 4, 5]]
     equal = BlockTable(np.array([7]), np.array([[1, 2, 3, 9]] * 2, np.int32), np.array([3, 3]))
     assert equal.select(np.arange(2)).trunk.tolist() == [7, 1, 2]  # without the last slots
+    unequal = BlockTable(equal.trunk, equal.slots, np.array([4, 2]))
+    assert unequal.select(np.arange(2)).trunk.tolist() == [7, 1]

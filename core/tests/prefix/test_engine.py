@@ -178,6 +178,18 @@ def test_prefixes_are_kept_until_they_are_cleared() -> None:
     assert engine.statistics()["kv_tokens"] == 0
 
 
+def test_a_released_context_is_evicted_before_others() -> None:
+    engine = Engine(kv_budget_bytes=6 * TOKEN_BYTES)
+    contexts = [Query(0, (1, 2)), Query(1, (2, 3)), Query(2, (3, 4))]
+    engine.evaluate(contexts)
+    engine.release_context(None, contexts[1].sequence.key)
+    engine.evaluate([Query(3, (5, 5))])
+    for context, count in ((contexts[0], 1), (contexts[2], 1), (contexts[1], 2)):
+        before = engine.statistics()["tokens_computed"]
+        engine.evaluate([context])  # the last token of a cached context, or all tokens
+        assert engine.statistics()["tokens_computed"] == before + count
+
+
 def test_a_model_without_adapters_says_why() -> None:
     engine = Engine(hints={Capability.LORA: "install lora"})
     assert Capability.LORA not in engine.capabilities

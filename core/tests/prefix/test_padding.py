@@ -56,6 +56,11 @@ def test_a_short_sequence_is_not_padded_to_a_long_one() -> None:
     assert plan([5, 400, 6]) == [[400], [6, 5]]
 
 
+def test_a_sequence_is_padded_to_at_most_twice_its_length() -> None:
+    assert plan([300, 200, 150, 149]) == [[300, 200, 150], [149]]
+    assert plan([301, 151, 150]) == [[301, 151], [150]]
+
+
 def test_a_sequence_beyond_the_token_limit_goes_alone() -> None:
     assert plan([2000, 1500, 900]) == [[2000], [1500], [900]]
 
@@ -104,6 +109,33 @@ def lengths_of_passes(shapes: list[tuple[int, int]], limits: SegmentLimits) -> l
 
 def test_a_segment_beyond_the_limits_runs_alone() -> None:
     assert lengths_of_passes([(40, 500), (0, 3)], LIMITS) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limits", "lengths"),
+    [
+        ([(0, 20)] * 10, LIMITS, [10]),
+        ([(0, 20)] * 11, LIMITS, [10, 1]),
+        ([(70, 20), (0, 20)], LIMITS, [2]),
+        ([(71, 20), (0, 20)], LIMITS, [1, 1]),
+        ([(0, 1), (0, 65)], LIMITS, [2]),  # 64 tokens of padding
+        ([(0, 1), (0, 66)], LIMITS, [1, 1]),
+        ([(1023, 1)] * 64, SegmentLimits(2048, None), [64]),  # 2**16 slots
+        ([(1023, 1)] * 65, SegmentLimits(2048, None), [64, 1]),
+        ([(0, 1), (0, 1), (2048, 1)], SegmentLimits(200, None), [3]),  # 4096 slots of padding
+        ([(0, 1), (0, 1), (2049, 1)], SegmentLimits(200, None), [2, 1]),
+        (
+            [(3000, 1), (3000, 1), (12000, 1)],
+            SegmentLimits(200, None),
+            [3],
+        ),  # a half is padding
+        ([(3000, 1), (3000, 1), (12001, 1)], SegmentLimits(200, None), [2, 1]),
+    ],
+)
+def test_a_pass_of_segments_reaches_each_limit(
+    wanted: list[tuple[int, int]], limits: SegmentLimits, lengths: list[int]
+) -> None:
+    assert lengths_of_passes(wanted, limits) == lengths
 
 
 def test_long_pasts_are_not_gathered_for_short_ones() -> None:

@@ -8,7 +8,8 @@ import dataclasses
 import gc
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from genlm import (
     TokenIdError,
     Vocabulary,
 )
+from genlm.core.engine.halving import UnfinishedError
 from genlm.core.queries.generations import Generation, Lineage
-from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult
+from genlm.core.queries.query import GroupQuery, GroupReduction, GroupResult, GroupValues
 from genlm.core.queries.scored_rows import scored_rows
 from genlm.core.queries.sequence import TokenSequence
 from genlm.prefix import (
@@ -105,6 +107,8 @@ class Model:
 
 
 class Engine(PrefixEngine):
+    """An engine of `Model`; `faults` are the errors that halving a batch would hide."""
+
     backend = "toy"
 
     def __init__(
@@ -113,6 +117,7 @@ class Engine(PrefixEngine):
         tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
         self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
         self.model = Model(capacity)
+        self.faults: list[Exception] = []
         self.loaded = Adapters()
         self.loaded.load("red", "folder")
         self.path = PrefixRows(
@@ -134,6 +139,25 @@ class Engine(PrefixEngine):
             return logits
 
         self.path.group_logits = counted  # type: ignore[method-assign]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record errors that are neither of the model's memory nor of the number of slots."""
+        try:
+            yield
+        except (RuntimeError, UnfinishedError):
+            raise
+        except Exception as error:
+            self.faults.append(error)
+            raise
+
+    def evaluate_groups(self, parts: Any) -> GroupValues:
+        with self.recorded():
+            return super().evaluate_groups(parts)
+
+    def evaluate(self, queries: Sequence[Query]) -> GroupValues:
+        with self.recorded():
+            return super().evaluate(queries)
 
     def answer(self, query: Query | GroupQuery) -> Any:
         """The result of the only query."""
@@ -217,6 +241,7 @@ def ask_together(engine: Engine, populations: Sequence[Members]) -> list[GroupRe
 
 def check(engine: Engine) -> None:
     """Reference counts, free slots and pins against what the tables say, row by row."""
+    assert not engine.faults
     tables, tree = engine.tables, engine.path._tree
     tables.collect()
     in_tree = prefixes(tree)
@@ -666,6 +691,10 @@ def test_tokens_of_a_population_are_computed_once() -> None:
     # Asked again, only the last tokens are computed.
     assert not population.ask(engine).errors
     assert engine.statistics()["tokens_computed"] == 13 + 4
+    population.resample([0, 0])
+    population.extend([(0, 1), (0, 2)])  # the first tokens of all rows are equal
+    assert not population.ask(engine).errors
+    assert engine.statistics()["tokens_computed"] == 17 + 3
     check(engine)
 
 
@@ -718,14 +747,19 @@ def test_equal_tokens_after_a_common_prompt_are_computed_once_for_several_popula
     assert cost() == 4 + 3 + 5
 
 
-@pytest.mark.parametrize("limits", [{"max_rows": 5}, {"max_rows": 100, "max_tokens": 5}])
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_rows": 4}, {"max_rows": 5}, *({"max_rows": 100, "max_tokens": n} for n in (4, 5))],
+)
 def test_a_pass_of_several_populations_has_its_limits(limits: dict[str, int]) -> None:
     engine = Engine(500, **limits)
     populations = grown([(1, 2), (2, 1), (0, 0), (3,)], engine)
     before = int(engine.statistics()["forwards"])
     ask_together(engine, populations)  # two distinct rows each, so two populations in a pass
     assert engine.statistics()["forwards"] == before + 2
-    assert max(engine.model.largest) <= 5
+    ask_together(engine, populations)  # the last tokens again
+    assert engine.statistics()["forwards"] == before + 4
+    assert max(engine.model.largest) <= min(limits.values())
 
 
 def test_populations_with_and_without_a_table_are_computed_one_after_the_other() -> None:
@@ -794,6 +828,13 @@ def test_members_that_were_not_asked_for_catch_up_without_their_beginnings() -> 
     before = engine.statistics()["tokens_computed"]
     assert not population.ask(engine, [2]).errors
     assert engine.statistics()["tokens_computed"] == before + 3
+
+
+def test_first_sequences_that_are_as_long_as_a_pass_are_computed() -> None:
+    engine = Engine(500, max_tokens=4)
+    assert not Members([(0, 1, 2, 0), (1, 1, 2, 0), (2, 1, 2, 0)]).ask(engine).errors
+    assert engine.model.largest[0] == 4
+    check(engine)
 
 
 def test_members_with_several_new_tokens_share_a_pass_up_to_its_limit() -> None:
@@ -1000,14 +1041,15 @@ def test_rows_that_lack_many_tokens_are_continued_from_what_is_left_of_them() ->
     engine = Engine(120, max_tokens=20, max_rows=20)
     population = Members([(1, 2, 0)] * 2)
     population.ask(engine)
-    for step in range(50):
+    for step in range(60):
         population.extend([(step % 3,), ((step + 1) % 3 if step % 4 else -1,)])
         population.ask(engine)
     assert engine.tables.evict(200)
     check(engine)
     before = int(engine.statistics()["tokens_computed"])
     assert not population.ask(engine).errors
-    assert int(engine.statistics()["tokens_computed"]) - before == 50 + 37
+    assert int(engine.statistics()["tokens_computed"]) - before == 60 + 45
+    assert engine.model.largest[0] <= 20
     check(engine)
 
 
@@ -1100,6 +1142,20 @@ def test_groups_are_deferred_if_none_of_them_fits(capacity: int, defers: bool) -
     [completion] = engine.step()
     assert completion.query_id == 1
     assert not engine.is_deferring
+
+
+@pytest.mark.parametrize(("capacity", "defers"), [(31, True), (32, False)])
+def test_groups_are_not_deferred_if_one_of_them_fits(capacity: int, defers: bool) -> None:
+    engine = Engine(capacity, max_rows=4)
+    populations = [Members([(i, 2)] * count) for i, count in enumerate((4, 4, 1))]
+    for population, steps in zip(populations, (5, 2, 2), strict=True):
+        take_turns(engine, [population], steps)
+    assert engine.statistics()["kv_tokens"] == (2 + 4 * 4) + (2 + 4) + (2 + 1)
+    for number, population in enumerate(populations):
+        engine.submit_group(population.query([*range(len(population.ids))], number))
+    [completion] = engine.step()  # needs four more slots
+    assert completion.query_id == 0
+    assert engine.is_deferring == defers
 
 
 @given(data=st.data())

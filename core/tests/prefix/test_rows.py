@@ -153,6 +153,22 @@ def test_rows_do_not_depend_on_what_else_is_kept(capacity: int, seed: int) -> No
     assert (used(rows, "tokens_evicted") > 0) == (0 < capacity < 2000)
 
 
+def test_rows_are_right_with_less_memory_than_that_of_a_token() -> None:
+    uncached = Alone()
+    rows = PrefixRows(
+        Model(0),
+        uncached=uncached,
+        vocabulary=uncached.vocabulary,
+        budget_bytes=TOKEN_BYTES - 1,
+        bytes_per_token=TOKEN_BYTES,
+        max_tokens=64,
+        max_rows=8,
+    )
+    assert_right(rows, None, [(1, 2), (3,)])
+    assert used(rows, "kv_tokens") == used(rows, "kv_bytes_used") == 0
+    assert used(rows, "contexts_without_cache") == 2
+
+
 def test_every_token_is_computed_once() -> None:
     rows, _ = serve(500)
     prompt = (1, 2, 3, 4, 5)
@@ -171,6 +187,16 @@ def test_a_batch_that_exceeds_the_cache_computes_again_only_what_was_evicted() -
         batch = [(*ids, 1) for ids in batch]
         # 300 tokens in 200 slots, and the last token of each sequence.
         assert step == 0 or used(rows, "tokens_computed") - before <= 110 + 10 * step + 30
+
+
+def test_contexts_are_evicted_in_the_order_of_their_last_use() -> None:
+    rows, _ = serve(6)
+    for ids in ((1, 2), (2, 3), (3, 4), (1, 2), (5, 6)):
+        assert_right(rows, None, [ids])
+    for ids, count in (((1, 2), 1), ((3, 4), 1), ((2, 3), 2)):
+        before = used(rows, "tokens_computed")
+        assert_right(rows, None, [ids])  # the last token of a cached context, or all tokens
+        assert used(rows, "tokens_computed") == before + count
 
 
 def test_contexts_that_grow_by_several_tokens_are_not_read_again(
@@ -217,6 +243,21 @@ def test_a_context_longer_than_a_pass_is_computed_in_pieces() -> None:
     rows, model = serve(500, max_tokens=10)
     assert_right(rows, None, [tuple(i % SIZE for i in range(95)), (1, 2)])
     assert model.largest[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("limits", "passes"),
+    [
+        ({"max_tokens": 9}, 2),
+        ({"max_tokens": 10}, 1),
+        ({"max_rows": 2}, 2),
+        ({"max_rows": 3}, 1),
+    ],
+)
+def test_contexts_share_a_pass_up_to_its_limits(limits: dict[str, int], passes: int) -> None:
+    rows, model = serve(500, **limits)
+    assert_right(rows, None, [text(3, 0), text(3, 1), text(4, 2)])
+    assert model.passes == passes
 
 
 def test_what_raises_leaves_computed_tokens_only() -> None:

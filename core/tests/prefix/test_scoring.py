@@ -134,6 +134,17 @@ def test_no_more_than_the_end_of_a_scored_text_goes_first() -> None:
     assert used(rows, "tokens_computed") == before + 1
 
 
+def test_the_prompt_of_a_scored_text_is_evicted_after_older_contexts() -> None:
+    rows, _ = serve(40)
+    oldest, prompt = text(20, 0), text(10, 1)
+    rows.rows(None, packed([oldest]))
+    assert_right(rows, [scored((*prompt, *text(5, 2)), 11)])
+    rows.rows(None, packed([text(14, 3)]))  # for which 4 scored tokens and 4 others have to go
+    before = used(rows, "tokens_computed")
+    rows.rows(None, packed([(*prompt, 3)]))
+    assert used(rows, "tokens_computed") == before + 1
+
+
 def test_a_context_that_continues_a_scored_text_stays() -> None:
     rows, _ = serve(100)
     first, context = text(40, 0), (*text(40, 0)[:30], *text(10, 1))
@@ -239,6 +250,17 @@ def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     waiting = [scored(text(n + 1, n)) for n in (40, 30, 10, 25, 14, 3)]
     assert next_pass(rows, waiting) == [0, 2, 4]
     assert next_pass(rows, [scored(text(101, 0)), *waiting]) == [0]
+
+
+def test_a_choice_of_texts_has_no_more_tokens_than_a_pass_has_results() -> None:
+    rows, _ = serve(500, max_rows=8)
+    assert next_pass(rows, [scored(text(n + 1, n)) for n in (5, 4, 3)]) == [0, 2]
+    assert rows.is_long(scored(text(8 + 2, 0)))
+    assert not rows.is_long(scored(text(8 + 1, 0)))
+    assert not rows.is_long(Query(0, text(9, 0)))
+    assert_right(rows, [scored(text(10, 0))])
+    assert rows.is_long(scored(text(10, 0)))  # all tokens are computed again for their logits
+    assert not rows.is_long(scored(text(10, 0), 5))
 
 
 # -- pieces -----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Populations:
             if count * int(few.max(initial=1)) > self._max_tokens:
                 tokens = np.cumsum(np.sort(few)[::-1])  # of any 1, 2, ... sequences, at most
                 count = int(np.searchsorted(tokens, self._max_tokens, side="right"))
-            return max(1, min(self._max_rows, count))
+            return min(self._max_rows, count)
         if self.is_long(group):
             return 1
         sequences = group.sequences(

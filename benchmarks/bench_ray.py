@@ -82,7 +82,7 @@ class RoundRobin(Router):
     def _choose(self, routed: RoutedQuery, siblings: int, room: Mapping[int, int]) -> int:
         del siblings, room
         routed.cost = row_count(routed.query)
-        return list(self.work)[routed.order % len(self.work)]
+        return list(self.work)[routed.query.query_id % len(self.work)]
 
 
 class RoundRobinEngine(RayEngine):

@@ -310,7 +310,7 @@ def measured_driver() -> dict[str, float]:
         calls = []
         for _ in range(50):
             began = time.perf_counter()
-            ray.get(actor.versions.remote())
+            ray.get(actor.detach.remote(0))  # no session has this number
             calls.append((time.perf_counter() - began) / 2)
     driver_us = statistics.median(samples["driver, driver"])
     return {
@@ -333,7 +333,7 @@ def _timed(router: Router) -> list[float]:
 
         return run
 
-    for name in ("submit", "take", "finished"):
+    for name in ("submit", "take", "finish"):
         setattr(router, name, timed(getattr(router, name)))
     return spent
 

@@ -285,7 +285,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.client = Client(1)
+        self.client = Client(1, max_contexts=30)  # so that queries use evicted ones
         self.router = self.client.router
         self.numbers = itertools.count(1)
         self.known = [TokenSequence.of([1, 2, 3])]

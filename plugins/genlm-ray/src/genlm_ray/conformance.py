@@ -24,8 +24,6 @@ CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 RESOURCES = {"num_cpus": 0.1}
 """Resources of a replica, small enough for several models on any machine."""
 
-_MAX_CONTEXTS = 200
-
 _TIMEOUT_S = 300.0
 """Time limit of a request; processes start slowly on a busy machine."""
 
@@ -42,7 +40,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         yield dataclasses.replace(
             target,
             model=name,
-            build=functools.partial(build, engine_build.keywords),
+            build=functools.partial(build, "demo", "reference", engine_build.keywords),
             shared=True,
             timeout_s=_TIMEOUT_S,
         )
@@ -55,7 +53,9 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         )
         yield EngineTarget(
             model="hf",
-            build=functools.partial(_of_hf, model),
+            build=functools.partial(
+                _private, str(model.path), "hf", {"dtype": "float32", "self_test": False}
+            ),
             oracle=model.logprobs,
             adapters=model.adapters,
             tight_options=[{"kv_budget_bytes": 2048}],
@@ -64,18 +64,12 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         )
 
 
-def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
+def _private(model: str, engine: str, engine_opts: Mapping[str, Any], **options: Any) -> Any:
     from genlm_ray.engine import RayEngine
-    from genlm_ray.router import Router
 
-    class FewContextsEngine(RayEngine):
-        """Has so few contexts that they are evicted while queries use them."""
-
-        make_router = staticmethod(functools.partial(Router, max_contexts=_MAX_CONTEXTS))
-
-    return FewContextsEngine(
-        "demo",
-        engine="reference",
+    return RayEngine(
+        model,
+        engine=engine,
         replicas=2,
         engine_opts={**engine_opts, **options},
         resources=RESOURCES,
@@ -83,20 +77,7 @@ def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     )
 
 
-def _of_hf(model: TinyModel, **options: Any) -> Any:
-    from genlm_ray.engine import RayEngine
-
-    return RayEngine(
-        str(model.path),
-        engine="hf",
-        replicas=2,
-        engine_opts={"dtype": "float32", "self_test": False, **options},
-        resources=RESOURCES,
-        ray_opts=CLUSTER,
-    )
-
-
-def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
+def _served(model: str, engine: str, engine_opts: Mapping[str, Any], **options: Any) -> Any:
     import ray
 
     from genlm_ray import cluster, serving
@@ -114,8 +95,8 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     cluster.connect(None, CLUSTER, default="local")
     serving.serve(
         name,
-        "demo",
-        "reference",
+        model,
+        engine,
         replicas=2,
         engine_opts={**engine_opts, **options},
         resources=RESOURCES,

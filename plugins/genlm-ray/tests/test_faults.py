@@ -24,7 +24,7 @@ from genlm_ray import cluster, replica, serving
 from genlm_ray.engine import RayEngine
 from genlm_ray.link import ReplicaLink
 from genlm_ray.replica import Replica
-from genlm_ray.wire import ReplicaRequest, pack_queries
+from genlm_ray.wire import TRANSPORT, ReplicaRequest, pack_queries
 
 PROMPTS = [[first, second, 32] for first in range(20) for second in range(15)]
 
@@ -455,6 +455,22 @@ def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, refer
         session.accept = accept
 
     session.accept = lose
+    row = _ended(llm.next_token_logprobs_sync, [1, 2])
+    torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
+    assert engine.statistics()["replica 0: restarts"] == 1
+
+
+def test_results_that_cannot_be_unpacked_are_computed_again(in_process, reference, monkeypatch):
+    llm, engine, _ = in_process(replicas=1)
+    failures = [MemoryError()]
+    unpack = TRANSPORT.unpack_completions
+
+    def unpack_later(packed):
+        if failures:
+            raise failures.pop()
+        return unpack(packed)
+
+    monkeypatch.setattr(TRANSPORT, "unpack_completions", unpack_later)
     row = _ended(llm.next_token_logprobs_sync, [1, 2])
     torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
     assert engine.statistics()["replica 0: restarts"] == 1

@@ -186,7 +186,7 @@ def _group(query_id: int, generation: Generation, reduction: GroupReduction) -> 
 def _driver() -> Driver:
     """Return a driver of two replicas, without processes."""
     driver = Driver(
-        [Mock(), Mock()], Router(), lambda _: None, is_private=False, ping_timeout_s=1.0,
+        [Mock(), Mock()], [], Router(), lambda _: None, ping_timeout_s=1.0,
         load_timeout_s=1.0, max_in_flight=9,
     )  # fmt: skip
     for number, link in enumerate(driver.links):

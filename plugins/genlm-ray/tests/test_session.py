@@ -228,7 +228,9 @@ def test_rows_are_reduced_where_the_engine_returns_them_whole():
     async def main(shared, _engine):
         session = _session(shared)
         session.submit([Query(7, (65, 66), outputs=(Draw(0.5), None))])
-        [completion] = await _completions(session, 1)
+        session.submit([Query(8, (65, 66))])
+        completion, row_completion = await _completions(session, 2)
+        assert row_completion.is_checked  # the program does not check the row again
         assert completion.query_id == 7
         drawn, row = completion.result.values
         assert isinstance(drawn, DrawnToken)

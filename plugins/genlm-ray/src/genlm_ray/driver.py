@@ -38,7 +38,13 @@ from genlm.plugin import (
 from genlm_ray import cluster, serving
 from genlm_ray.link import Configuration, ReplicaLink
 from genlm_ray.router import RoutedQuery, Router
-from genlm_ray.wire import TRANSPORT, AnyQuery, pack_queries, place_sample
+from genlm_ray.wire import (
+    TRANSPORT,
+    AnyQuery,
+    PlacedGeneration,
+    pack_queries,
+    place_sample,
+)
 
 logger = logging.getLogger("genlm.ray")
 
@@ -54,10 +60,11 @@ class Driver:
 
     Args:
         actors: The actors of the replicas.
+        groups: Reservations of private replicas, which are restarted when they hang; empty for
+            served replicas.
         router: Assigns queries to replicas.
         on_finished: Function that receives completions on the event loop, and an empty list
             when all replicas have ended.
-        is_private: Whether the replicas are restarted when they hang.
         ping_timeout_s: Time without a response after which a replica is considered lost.
         load_timeout_s: Maximum time for loading a replica.
         max_in_flight: Maximum number of concurrent queries in a replica.
@@ -74,10 +81,10 @@ class Driver:
     def __init__(
         self,
         actors: Sequence[Any],
+        groups: Sequence[PlacementGroup],
         router: Router,
         on_finished: Callable[[list[Completion]], None],
         *,
-        is_private: bool,
         ping_timeout_s: float,
         load_timeout_s: float,
         max_in_flight: int,
@@ -87,7 +94,7 @@ class Driver:
         self.died: EngineDiedError | None = None
         self.configuration = Configuration({}, [])
         self._on_finished = on_finished
-        self._is_private = is_private
+        self._groups = groups
         self._ping_timeout_s, self._load_timeout_s = ping_timeout_s, load_timeout_s
         self._max_in_flight = max_in_flight
         self._name = uuid.uuid4().hex[:8]
@@ -118,23 +125,19 @@ class Driver:
         """Return the sessions of the replicas that are up."""
         return frozenset(self._up)
 
-    def close(self, groups: Sequence[PlacementGroup] = ()) -> None:
-        """End private replicas and detach from served replicas, unless the cluster is lost.
-
-        Args:
-            groups: Reservations to release.
-        """
+    def close(self) -> None:
+        """End private replicas and detach from served replicas, unless the cluster is lost."""
         if self._loop.is_closed():
             return
         for link in self.links:
             if self.is_head_lost or not ray.is_initialized():
                 break
-            if self._is_private:
+            if self._groups:
                 serving.kill(link.actor)
             elif link.session:
                 link.actor.detach.remote(link.session)
         if ray.is_initialized() and not self.is_head_lost:
-            self.schedule(cluster.remove, groups)
+            self.schedule(cluster.remove, self._groups)
         self.schedule(self._loop.stop)
         self._thread.join(cluster.LEAVE_TIMEOUT_S)  # a call of Ray may hang
 
@@ -179,9 +182,10 @@ class Driver:
 
     def _exchange(self, link: ReplicaLink, routed: list[RoutedQuery]) -> None:
         """Send queries, or none, and receive completions."""
-        session, request = link.session, link.pack_request(routed, self.router.turn)
+        session = link.session
         link.calls += 1
         try:
+            request = link.pack_request(routed, self.router.turn)
             try:
                 call = link.call("exchange", session, request)
             except (ObjectStoreFullError, OutOfDiskError) as error:  # Ray has retried
@@ -218,24 +222,25 @@ class Driver:
     ) -> None:
         if call.cancelled():
             return
-        error = call.exception()
+        call.exception()  # otherwise asyncio logs it
         if session != link.session:
             return  # the queries were reassigned
         link.calls -= 1
         finished: list[Completion] = []
-        if isinstance(error, RayTaskError):  # only this message failed
-            cause = EvaluationError(f"a replica refused a batch: {error.cause}")
-            finished = [Completion(item.query.query_id, error=cause) for item in routed]
-        elif error is not None:
-            link.mark_lost(error)
-        elif (response := call.result()) is None:
-            link.mark_lost(EngineError("the replica ended the session"))
-        else:
+        try:
+            response = call.result()
+            if response is None:
+                raise EngineError("the replica ended the session")
             packed, link.engine_statistics = response
             finished = TRANSPORT.unpack_completions(packed)
             in_flight = self.router.in_flight[session]
             if not (finished or link.calls) and in_flight:  # all messages were answered
-                link.mark_lost(EngineError("the replica has lost queries of the session"))
+                raise EngineError("the replica has lost queries of the session")
+        except RayTaskError as error:  # only this message failed
+            cause = EvaluationError(f"a replica refused a batch: {error.cause}")
+            finished = [Completion(item.query.query_id, error=cause) for item in routed]
+        except Exception as error:  # noqa: BLE001 - the queries are sent again
+            link.mark_lost(error)
         self._finish(link, finished)
         self._send()
 
@@ -253,12 +258,13 @@ class Driver:
             return None
         group = routed.query
         if isinstance(group, GroupQuery):
-            state = link.place(query_id)  # its deletion drops what failed or was sent twice
+            # Its deletion drops what failed or was sent twice.
+            state = PlacedGeneration(link.session, query_id, link.dropped)
             if group.generation.state is None and completion.error is None:
                 group.generation.keep(state)
             if isinstance(result, SampledGroup):
-                sample = place_sample(group, result, link.place(~query_id))
-                return completion._replace(result=sample)
+                sampled = PlacedGeneration(link.session, ~query_id, link.dropped)
+                return completion._replace(result=place_sample(group, result, sampled))
         return completion
 
     # -- adapters and prefixes --------------------------------------------------------
@@ -400,7 +406,7 @@ class Driver:
         logger.warning("lost replica %d: %s", link.index, describe_error(error))
         del self._up[link.session]
         self.router.reassign_from(link.session)
-        if isinstance(error, TimeoutError) and self._is_private:
+        if isinstance(error, TimeoutError) and self._groups:
             serving.kill(link.actor, restart=True)
         else:  # it may still compute queries that were reassigned
             with contextlib.suppress(Exception):

@@ -99,7 +99,6 @@ class RayEngine:
         if not (isinstance(max_in_flight, (int, float)) and max_in_flight >= 1):  # or NaN
             raise ValueError(f"max_in_flight={max_in_flight!r}; expected a number, 1 or more")
         check_seconds(ping_timeout_s=ping_timeout_s, load_timeout_s=load_timeout_s)
-        self._groups: list[Any] = []
         self._submitted: list[AnyQuery] = []
         self._finished: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         cluster.connect(address, ray_opts, default="auto" if engine is None else "local")
@@ -116,20 +115,20 @@ class RayEngine:
             spec = ReplicaSpec(
                 engine, model, 4 * ping_timeout_s, load_timeout_s=load_timeout_s, **loading
             )
-            actors, self._groups, _ = serving.load_replicas(spec)
+            actors, groups, _ = serving.load_replicas(spec)
         elif loading:
             raise TypeError(
                 f"{', '.join(loading)}= for the served model {model!r}, which is "
                 f"loaded already; to load private replicas, also pass engine="
             )
         else:
-            actors = serving.actors_of(model)
+            actors, groups = serving.actors_of(model), []
             serving.wait_until_loaded(actors, load_timeout_s)
         self.driver = Driver(
             actors,
+            groups,
             self.make_router(),
             self._finished.put,
-            is_private=engine is not None,
             ping_timeout_s=ping_timeout_s,
             load_timeout_s=load_timeout_s,
             max_in_flight=max_in_flight,
@@ -199,8 +198,7 @@ class RayEngine:
 
     def close(self) -> None:
         """End private replicas; served replicas keep running."""
-        self.driver.close(self._groups)
-        self._groups = []
+        self.driver.close()
 
     def statistics(self) -> dict[str, int | float | str]:
         """Return the counts of all replicas, and the statistics of each by its index."""

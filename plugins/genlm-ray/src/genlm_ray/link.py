@@ -13,7 +13,6 @@ from genlm.plugin import Count, Query, TokenSequence, pack_sequences
 from genlm_ray.router import RoutedQuery
 from genlm_ray.wire import (
     PackedGroup,
-    PlacedGeneration,
     Prefix,
     ReplicaRequest,
     pack_group,
@@ -107,10 +106,6 @@ class ReplicaLink:
             request.released = list(adapters), pack_sequences(sequences)
             self.released = []
         return request
-
-    def place(self, query_id: int) -> PlacedGeneration:
-        """Return the state of a generation that the replica has stored under a number."""
-        return PlacedGeneration(self.session, query_id, self.dropped)
 
     def mark_lost(self, error: BaseException) -> None:
         """Make the replica's task end the session."""

@@ -76,7 +76,6 @@ class RoutedQuery:
     Attributes:
         query: The query.
         turn: Turn of the query in this program.
-        order: Number of earlier queries.
         context: The query's context; None for a population.
         parent: The longest known prefix of the context; None if there is none.
         replica: The assigned replica, -1 while the query waits.
@@ -87,7 +86,6 @@ class RoutedQuery:
 
     query: AnyQuery
     turn: int
-    order: int
     context: Context | None
     parent: Context | None
     replica: int = -1
@@ -111,10 +109,9 @@ class Router:
     def __init__(self, max_contexts: int = 2**15) -> None:
         self._max_contexts = max_contexts
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
-        self._order = itertools.count()
         self._turns = Turns()
         self._unanswered: dict[int, RoutedQuery] = {}  # by query id
-        # Heaps with lazy deletion: the waiting queries by turn and order, and the ids of the
+        # Heaps with lazy deletion: the waiting queries by turn and id, and the ids of the
         # unanswered queries of a single sequence by turn.
         self._queue: list[tuple[int, int, RoutedQuery]] = []
         self._turn_queue: list[tuple[int, int]] = []
@@ -136,7 +133,7 @@ class Router:
         self._set_work(replica, 0.0)
 
     def reassign_from(self, replica: int) -> None:
-        """Remove a replica; its queries wait again, in the order of their turns."""
+        """Remove a replica; its queries wait again, in the order of their turns and ids."""
         del self.work[replica], self.in_flight[replica]
         for routed in self._unanswered.values():
             if routed.replica == replica:
@@ -159,13 +156,13 @@ class Router:
                 known = 0 if parent is None else parent.length
                 self.tokens_requested += max(1, context.length - known)
                 heapq.heappush(self._turn_queue, (turn, query.query_id))
-            routed = RoutedQuery(query, turn, next(self._order), context, parent)
+            routed = RoutedQuery(query, turn, context, parent)
             self._unanswered[query.query_id] = routed
             self._enqueue(routed)
 
     def _enqueue(self, routed: RoutedQuery) -> None:
         self._siblings[routed.parent] += 1
-        heapq.heappush(self._queue, (routed.turn, routed.order, routed))
+        heapq.heappush(self._queue, (routed.turn, routed.query.query_id, routed))
 
     def _end_waiting(self, routed: RoutedQuery) -> None:
         self._siblings[routed.parent] -= 1

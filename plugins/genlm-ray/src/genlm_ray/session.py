@@ -28,6 +28,7 @@ from genlm.plugin import (
     Reduced,
     Scheduler,
     call_each,
+    query_ids,
     with_groups,
 )
 from genlm_ray.client_reductions import SHARED_ROWS, ClientEngine, has_client_code
@@ -64,7 +65,6 @@ class SharedEngine:
             name="genlm-replica",
         )
         self.lease = functools.partial(ContextLease, on_drop=self.scheduler.release)
-        self._query_ids = itertools.count()
         self._busy: dict[Session, None] = {}  # sessions with queries
 
     @property
@@ -72,13 +72,9 @@ class SharedEngine:
         """The engine."""
         return self.scheduler.engine
 
-    def next_id(self) -> int:
-        """Return a new query id for the scheduler."""
-        return next(self._query_ids)
-
     async def compute(self, queries: Sequence[AnyQuery]) -> list[Any]:
         """Return the results or exceptions of queries."""
-        submitted = [_submissions(query, self.next_id()) for query in queries]
+        submitted = [_submissions(query, next(query_ids)) for query in queries]
         request = self.scheduler.submit(list(itertools.chain(*submitted)))
         return await self.scheduler.results(request)
 
@@ -228,7 +224,7 @@ class Session:
     def submit_next(self) -> None:
         """Submit the first waiting query to the scheduler."""
         _, query = self.waiting.pop(next(iter(self.waiting)))
-        self._start(query, self._shared.scheduler, self._shared.next_id(), self.running)
+        self._start(query, self._shared.scheduler, next(query_ids), self.running)
 
     def _start(
         self, query: AnyQuery, scheduler: Scheduler[Any], scheduler_id: int, running: Running
@@ -258,10 +254,11 @@ class Session:
     def _finish(self, query_id: int, result: Any) -> None:
         """Deliver a result or an exception."""
         result = self.generations.finish(query_id, result)
-        has_failed = isinstance(result, Exception)
-        self.finished.append(
-            Completion(query_id, error=result) if has_failed else Completion(query_id, result)
-        )
+        if isinstance(result, Exception):
+            completion = Completion(query_id, error=result)
+        else:  # the scheduler has checked rows
+            completion = Completion(query_id, result, is_checked=True)
+        self.finished.append(completion)
         self.changed.set()
 
     # -- user-defined reductions ------------------------------------------------------

@@ -20,8 +20,11 @@ from genlm.core.rows.group_reductions import (
     DrawLogprobColumns,
     MassColumns,
     ScoreColumns,
+    SharedReduction,
+    TokenColumns,
     TopColumns,
 )
+from genlm.core.rows.reductions import TopK
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.truncation import Truncation
@@ -126,7 +129,7 @@ COMMON_BIAS = torch.linspace(-2, 3, SIZE)
 
 @st.composite
 def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
-    """A group query for draws, for their log-probabilities or for masses."""
+    """A group query for draws, their log-probabilities, masses, scores or likely tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     row_of = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     row_of = np.unique(row_of, return_inverse=True)[1].tolist()
@@ -150,6 +153,9 @@ def draws(draw: st.DrawFn, query_id: int) -> GroupQuery:
         DrawColumns(weights, numbers),
         DrawLogprobColumns(weights, token_ids),
         MassColumns(weights),
+        ScoreColumns(token_ids[:, 0].clamp(min=0)),
+        TokenColumns(token_ids),
+        TopColumns(2, count),
     ]
     return group(query_id, row_of, draw(st.sampled_from(reductions)))
 
@@ -181,7 +187,7 @@ def test_draws_of_groups_that_are_divided_equal_those_of_each_alone(
 ) -> None:
     count = data.draw(st.integers(1, 5))
     parts = [divided(data.draw(draws(query_id))) for query_id in range(count)]
-    parts.append(divided(group(count, [0, 1, 1], TopColumns(2))))
+    parts.append(divided(group(count, [0, 1, 1], SharedReduction(TopK(2)))))
     order = data.draw(st.permutations([pair for part in parts for pair in part]))
     rows, requests = zip(*order, strict=True)
     found = dict(zip(requests, MemberColumns.compute(torch.stack(rows), requests), strict=True))
@@ -228,7 +234,10 @@ def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list
         lambda i: plain(i, mask),
         lambda i: plain(i, temperature=0.5 + i),
         lambda i: plain(i, truncation=Truncation(top_p=0.5)),
-        lambda i: group(i, [0, 1], TopColumns(2)),
+        lambda i: group(i, [0, 1], SharedReduction(TopK(2))),  # user-defined
+        lambda i: group(i, [0, 1], TopColumns(2, 2)),
+        lambda i: group(i, [0, 1], TopColumns(3, 2)),
+        lambda i: group(i, [0, 0], TokenColumns(torch.tensor([[i, 3], [4, -1]]))),
         lambda i: plain(i, bias=1.0),
         lambda i: plain(i, bias=np.full(SIZE, float(i))),
         lambda i: plain(i, mask, bias=np.full((3, SIZE), float(i))),
@@ -236,10 +245,10 @@ def test_draws_with_similar_weights_are_computed_as_one_group(joined_sizes: list
         lambda i: group(i, [0], MassColumns(RowWeights((1, SIZE), mask))),
         lambda i: group(i, [0], log_probability(temperature=2.0)),
     ]
-    queries = [kinds[i % len(kinds)](i) for i in range(4 * len(kinds))]
+    queries = [kinds[i % len(kinds)](i) for i in range(3 * len(kinds))]
     together = results(Joint(SIZE), queries)
     assert len(together) == len(queries)
-    assert joined_sizes == [4] * 9
+    assert joined_sizes == [3] * 12
 
 
 def test_scores_of_several_texts_are_computed_as_one_group(joined_sizes: list[int]) -> None:

@@ -64,7 +64,7 @@ REDUCTIONS = {
     "rows": Rows(),
     "scores": ScoreColumns(IDS[:, 0]),
     "tokens": TokenColumns(IDS),
-    "top": TopColumns(3),
+    "top": TopColumns(3, COUNT),
     "mass": MassColumns(_weights()),
     "deferred": MassColumns(_weights(is_deferred=True)),
     "draw_logprob": DrawLogprobColumns(_weights(), IDS),

@@ -70,7 +70,7 @@ def test_functions_of_rows_are_user_code_like_classes():
     """Replicas that several programs share call them on a thread of the program."""
     assert has_client_code(Query(0, (1,), outputs=(ReductionOfFunction(len),)))
     generation, nothing = Generation(Lineage.of_sequences([])), np.arange(0)
-    for reduction, expected in ((ColumnsOfFunction(len), True), (TopColumns(2), False)):
+    for reduction, expected in ((ColumnsOfFunction(len), True), (TopColumns(2, 0), False)):
         query = GroupQuery(0, generation, nothing, nothing, reduction)
         assert has_client_code(query) == expected
     assert not has_client_code(Query(0, (1,), outputs=(Draw(0.5), None)))

@@ -116,7 +116,7 @@ class MemberReductions(Members):
             order of probability; ties in ascending order of ids.
         """
         count = checked_count("k", k, self._lm.vocabulary.size)
-        return TopTokens(*await self._reduce(TopColumns(count)))
+        return TopTokens(*await self._reduce(TopColumns(count, len(self))))
 
     top_tokens_sync = blocking(top_tokens)
 

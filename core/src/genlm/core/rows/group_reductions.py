@@ -99,7 +99,7 @@ class ScoreColumns(JoinableReduction):
         return ScoreColumns(self.token_ids[members])
 
 
-class TokenColumns(GroupReduction):
+class TokenColumns(JoinableReduction):
     """The log-probabilities of some tokens: one column, shape `(n, k)`, float32.
 
     Args:
@@ -108,6 +108,21 @@ class TokenColumns(GroupReduction):
 
     def __init__(self, token_ids: torch.Tensor) -> None:
         self.token_ids = token_ids
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return len(self.token_ids)
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for equal numbers of tokens."""
+        return self.token_ids.shape[1]
+
+    @classmethod
+    def joined(cls, reductions: Sequence[TokenColumns]) -> TokenColumns:
+        """Return the log-probabilities of the members of several groups."""
+        return cls(torch.cat([each.token_ids for each in reductions]))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
@@ -122,11 +137,27 @@ class TokenColumns(GroupReduction):
         return TokenColumns(self.token_ids[members])
 
 
-class TopColumns(GroupReduction):
+class TopColumns(JoinableReduction):
     """The `k` most likely tokens: log-probabilities and ids, both of shape `(n, k)`."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, count: int) -> None:
         self.k = k
+        self._count = count
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return self._count
+
+    @property
+    def joining_key(self) -> Hashable:
+        """Equal for equal numbers of tokens."""
+        return self.k
+
+    @classmethod
+    def joined(cls, reductions: Sequence[TopColumns]) -> TopColumns:
+        """Return the tokens of the members of several groups."""
+        return cls(reductions[0].k, sum(each.count for each in reductions))
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
@@ -136,6 +167,10 @@ class TopColumns(GroupReduction):
         logprobs, token_ids = batch_top_k(rows, self.k)
         places = moved(row_of, rows.device)
         return logprobs[places], token_ids[places]
+
+    def of(self, members: Integers64) -> TopColumns:
+        """Return the tokens of some members."""
+        return TopColumns(self.k, len(members))
 
 
 class SharedReduction(GroupReduction):

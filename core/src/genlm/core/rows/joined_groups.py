@@ -1,8 +1,8 @@
 """Reduction of several groups whose rows or logits were computed together.
 
-The draws of these groups are computed as those of one group, and so are masses, scores of texts
-and log-probabilities of draws: for small groups, a few operations on all rows take much less
-time than the same operations on each.
+The draws of these groups are computed as those of one group, and so are all other reductions of
+`Population` except rows and user-defined ones: for small groups, a few operations on all rows
+take much less time than the same operations on each.
 """
 
 from __future__ import annotations

@@ -150,9 +150,7 @@ class Router:
             turn = self._turns.current
             if isinstance(query, Query):
                 turn += query.turn
-                key = (query.adapter, query.sequence.key)
-                parent = self._find_parent(query, key)
-                context = self._get_or_add_context(query.adapter, query.sequence, key, parent)
+                context, parent = self._context_of(query.adapter, query.sequence)
                 known = 0 if parent is None else parent.length
                 self.tokens_requested += max(1, context.length - known)
                 heapq.heappush(self._turn_queue, (turn, query.query_id))
@@ -237,50 +235,44 @@ class Router:
 
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Record that every replica has computed a prefix."""
-        context = self._get_or_add_context(adapter, sequence, (adapter, sequence.key), None)
+        context, _ = self._context_of(adapter, sequence)
         context.replicas |= dict.fromkeys(self.work)
 
     def release(self, adapter: str | None, key: bytes) -> Context | None:
         """Remove and return a context that the program dropped, if it is known."""
         return self._contexts.pop((adapter, key), None)
 
-    def _find_parent(self, query: Query, key: ContextKey) -> Context | None:
-        """Find the longest known prefix of a query, near its end or at the end of a block."""
-        contexts, adapter, sequence = self._contexts, query.adapter, query.sequence
-        context = contexts.get(key)
+    def _context_of(
+        self, adapter: str | None, sequence: TokenSequence
+    ) -> tuple[Context, Context | None]:
+        """Return the context of a sequence, and the longest known one that it continues."""
+        key, length = (adapter, sequence.key), len(sequence)
+        context = parent = self._contexts.get(key)
+        if context is not None:
+            self._contexts.move_to_end(key)
+        else:
+            parent = prefix = self._find_prefix(adapter, sequence)
+            begin = 0 if parent is None else parent.length // BLOCK_TOKENS
+            for block in range(begin + 1, (length - 1) // BLOCK_TOKENS + 1):
+                block_key = (adapter, sequence.prefix_key(block * BLOCK_TOKENS))
+                if block_key not in self._contexts:
+                    self._add_context(block_key, block * BLOCK_TOKENS, prefix)
+                prefix = self._contexts[block_key]
+            context = self._add_context(key, length, prefix)
+        context.sequence = sequence
+        return context, parent
+
+    def _find_prefix(self, adapter: str | None, sequence: TokenSequence) -> Context | None:
+        """Find the longest known prefix near the end of a sequence or at the end of a block."""
         length = len(sequence)
-        if context is not None or length == 1:
-            return context
         for shorter in itertools.chain(
             range(length - 1, max(0, length - 1 - MAX_LOOK_BACK), -1),
             range((length - 1) // BLOCK_TOKENS * BLOCK_TOKENS, 0, -BLOCK_TOKENS),
         ):
-            context = contexts.get((adapter, sequence.prefix_key(shorter)))
+            context = self._contexts.get((adapter, sequence.prefix_key(shorter)))
             if context is not None:
                 return context
         return None
-
-    def _get_or_add_context(
-        self,
-        adapter: str | None,
-        sequence: TokenSequence,
-        key: ContextKey,
-        parent: Context | None,
-    ) -> Context:
-        context = self._contexts.get(key)
-        if context is not None:
-            self._contexts.move_to_end(key)
-        else:
-            length = len(sequence)
-            begin = 0 if parent is None else parent.length // BLOCK_TOKENS
-            for block in range(begin + 1, (length - 1) // BLOCK_TOKENS + 1):
-                prefix = (adapter, sequence.prefix_key(block * BLOCK_TOKENS))
-                if prefix not in self._contexts:
-                    self._add_context(prefix, block * BLOCK_TOKENS, parent)
-                parent = self._contexts[prefix]
-            context = self._add_context(key, length, parent)
-        context.sequence = sequence
-        return context
 
     def _add_context(self, key: ContextKey, length: int, parent: Context | None) -> Context:
         fork = parent

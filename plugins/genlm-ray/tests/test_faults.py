@@ -159,7 +159,7 @@ def in_process(monkeypatch, load):
         return actors[-1]
 
     def kill(actor, *, restart=False):
-        actor.replica._shared.scheduler.close()
+        actor.replica._shared.close()
         if restart:
             actor.restart()
         else:

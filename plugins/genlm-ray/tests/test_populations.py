@@ -360,7 +360,7 @@ def test_groups_share_the_engine_and_user_defined_reductions_run_on_another_thre
         session = Session("poet", shared, UNLIMITED)
         session.submit([_group(7, later, Noted(torch.tensor([0.0, 1.0, 2.0])))])
         await session.changed.wait()
-        await asyncio.to_thread(shared.scheduler.close)
+        await asyncio.to_thread(shared.close)
         return session.finished
 
     [(query_id, result, error, _)] = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))

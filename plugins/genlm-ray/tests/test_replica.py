@@ -40,7 +40,7 @@ def _run(main, **changes):
         finally:
             if served._supervisor is not None:
                 served._supervisor.cancel()
-            served._shared.scheduler.close()
+            served._shared.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -194,7 +194,7 @@ def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(mon
         description = await served.attach("other", 2, {}, [])
         assert description["max_context"] == served._shared.engine.max_context
         served._supervisor.cancel()
-        served._shared.scheduler.close()
+        served._shared.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -209,7 +209,7 @@ def test_contexts_are_released_although_the_queries_of_the_message_are_refused(m
     async def main(served, _engine):
         await served.attach("driver", 1, {}, [])
         released = []
-        monkeypatch.setattr(served._shared.scheduler, "release", released.append)
+        monkeypatch.setattr(served._shared, "release", released.append)
         context = TokenSequence.of([1, 2])
         message = _group_request(0, Generation(Lineage.of_sequences([context, context])))
         message.released = [None], pack_sequences([context])

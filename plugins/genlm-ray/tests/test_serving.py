@@ -209,7 +209,7 @@ class Crashing(replica.Replica):
 def test_a_replica_that_ends_while_it_is_loaded_is_an_error_and_not_restarted(
     address, by_value, monkeypatch
 ):
-    monkeypatch.setattr(cluster, "Replica", Crashing)
+    monkeypatch.setattr(cluster, "ReplicaActor", ray.remote(Crashing))
     with pytest.raises(ModelLoadError, match="a replica could not start"):
         serving.serve("crash", "demo", "reference", resources=RESOURCES, load_timeout_s=120)
     assert cluster.reservations("crash") == []
@@ -469,7 +469,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
                 await asyncio.sleep(0.02)
         assert await served.configure(3, {"poet": str(tmp_path)}, []) is False
         served._supervisor.cancel()
-        served._shared.scheduler.close()
+        served._shared.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -496,7 +496,7 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
         assert await added is False
         assert served._sessions[2].adapters == {"poet"}
         served._supervisor.cancel()
-        served._shared.scheduler.close()
+        served._shared.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -524,6 +524,6 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
         while served._sessions:
             await asyncio.sleep(0.05)
         served._supervisor.cancel()
-        served._shared.scheduler.close()
+        served._shared.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

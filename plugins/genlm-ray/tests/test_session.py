@@ -89,7 +89,7 @@ def _run(main, engine=None, *, is_open=True):
         finally:
             if isinstance(used, Gated):
                 used.gate.set()
-            await asyncio.to_thread(shared.scheduler.close)
+            await asyncio.to_thread(shared.close)
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
@@ -249,7 +249,7 @@ def test_contexts_are_released_without_queries_and_although_the_engine_raises():
 
         engine.release_context = release_context
         for key in (b"one", b"two"):
-            shared.scheduler.release([("poet", key)])
+            shared.release([("poet", key)])
         for key in (b"one", b"two"):
             assert await asyncio.to_thread(released.get, timeout=TIMEOUT_S) == ("poet", key)
         session = _session(shared)
@@ -334,7 +334,7 @@ def test_a_user_defined_reduction_cannot_end_the_process():
         [failed] = await _completions(session, 1)
         [error] = failed.result.values
         assert "Exiting.compute raised SystemExit" in str(error)
-        assert not shared.scheduler.closed
+        assert not shared.closed
 
     _run(main)
 

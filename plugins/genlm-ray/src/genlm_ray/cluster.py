@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import signal
@@ -56,6 +55,9 @@ within 30 seconds, which can be too short on an overloaded machine."""
 _MAX_CONCURRENCY = 4096
 """Maximum number of concurrent calls of a replica: up to 8 long polls per driver, and pings,
 which must not wait for polls."""
+
+ReplicaActor: Any = ray.remote(Replica)
+"""Ray's class of replicas; Ray never frees such a class."""
 
 _lock = threading.Lock()
 
@@ -352,13 +354,7 @@ def start_replica(spec: ReplicaSpec, index: int, group: PlacementGroup) -> Any:
     if spec.name:
         name = f"{spec.name}/{index}"
         options |= {"namespace": NAMESPACE, "lifetime": "detached", "name": name}
-    return _actor_class(Replica).options(**options).remote(spec)
-
-
-@functools.cache
-def _actor_class(replica: type[Replica]) -> Any:
-    """Return Ray's class of replicas, which Ray never frees."""
-    return ray.remote(replica)
+    return ReplicaActor.options(**options).remote(spec)
 
 
 def bundles_of(resources: Resources | None) -> list[dict[str, float]]:

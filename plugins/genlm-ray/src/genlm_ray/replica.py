@@ -223,15 +223,15 @@ class Replica:
         """Call a method of the engine on its thread."""
         call = operator.methodcaller(method, *arguments)
         try:
-            await asyncio.to_thread(self._shared.scheduler.run, call)
+            await asyncio.to_thread(self._shared.run, call)
         except Exception as error:  # noqa: BLE001 - raised in the driver
             raise picklable_error(error) from None
 
     def _statistics(self) -> dict[str, Any]:
         """Return the engine's statistics, none if the engine raises."""
-        scheduler = self._shared.scheduler
+        shared = self._shared
         try:
-            return dict(scheduler.engine_statistics())
+            return dict(shared.engine_statistics())
         except Exception:
             logger.exception("the engine's statistics raised")
             return {}
@@ -295,7 +295,7 @@ class Replica:
 
     def _exit_if_engine_ended(self) -> None:
         """End the process if the engine's thread has ended; Ray starts a new process."""
-        if self._shared.scheduler.closed:
+        if self._shared.closed:
             _exit(EngineDiedError("the engine's thread has ended"))
 
 

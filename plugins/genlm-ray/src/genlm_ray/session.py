@@ -1,6 +1,6 @@
 """`Session`: the queries, adapters and prefixes of one driver in a replica.
 
-`SharedEngine` is the replica's engine on the core's scheduler. Sessions share it by requested
+`SharedEngine` is the core's scheduler with the replica's engine. Sessions share it by requested
 rows: while several sessions have queries, few queries are in the engine at a time, and the
 next query is that of the session with the fewest rows so far. Queries of a session are ordered
 by turn, in the session and in the engine. Sessions run on the replica's event loop.
@@ -46,37 +46,31 @@ Running = dict[int, Callable[[], None]]
 """Functions that abort queries, by the driver's query ids."""
 
 
-class SharedEngine:
-    """Builds an engine on its thread and gives it the queries of several sessions.
+class SharedEngine(Scheduler[Any]):
+    """The scheduler of a replica's engine, which receives the queries of several sessions.
 
     Args:
         build: Function that builds the engine; called on the engine's thread.
         step_timeout_s: Maximum duration of a step, after which the process ends.
 
     Attributes:
-        scheduler: Scheduler of the engine.
         lease: `GroupQuery.lease` of the populations of all sessions.
     """
 
     def __init__(self, build: Callable[[], Engine], step_timeout_s: float) -> None:
-        self.scheduler: Scheduler[Any] = Scheduler(
+        super().__init__(
             lambda: _with_step_limit(with_groups(build()), step_timeout_s),
             release=_release,
             name="genlm-replica",
         )
-        self.lease = functools.partial(ContextLease, on_drop=self.scheduler.release)
+        self.lease = functools.partial(ContextLease, on_drop=self.release)
         self._busy: dict[Session, None] = {}  # sessions with queries
-
-    @property
-    def engine(self) -> Any:
-        """The engine."""
-        return self.scheduler.engine
 
     async def compute(self, queries: Sequence[AnyQuery]) -> list[Any]:
         """Return the results or exceptions of queries."""
         submitted = [_submissions(query, next(query_ids)) for query in queries]
-        request = self.scheduler.submit(list(itertools.chain(*submitted)))
-        return await self.scheduler.results(request)
+        request = self.submit(list(itertools.chain(*submitted)))
+        return await self.results(request)
 
     def submit_waiting(self, session: Session) -> None:
         """Submit waiting queries after the queries of a session have changed."""
@@ -161,7 +155,7 @@ class Session:
         finally:
             if message.released is not None:
                 names, sequences = message.released
-                self._shared.scheduler.release(
+                self._shared.release(
                     [
                         (self.engine_adapter(name), sequence.key)
                         for name, sequence in zip(names, sequences.unpack(), strict=True)
@@ -224,7 +218,7 @@ class Session:
     def submit_next(self) -> None:
         """Submit the first waiting query to the scheduler."""
         _, query = self.waiting.pop(next(iter(self.waiting)))
-        self._start(query, self._shared.scheduler, next(query_ids), self.running)
+        self._start(query, self._shared, next(query_ids), self.running)
 
     def _start(
         self, query: AnyQuery, scheduler: Scheduler[Any], scheduler_id: int, running: Running

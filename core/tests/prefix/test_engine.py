@@ -21,10 +21,12 @@ from genlm import (
     prefix,
 )
 from genlm.prefix import (
+    ForwardResult,
     PrefixEngine,
     PrefixRows,
     SelfTest,
     ServeOptions,
+    TokenBatch,
     UnsupportedModelError,
     choose_path,
 )
@@ -111,6 +113,28 @@ def test_rows_are_right_and_each_step_has_one_adapter() -> None:
             torch.testing.assert_close(completion.result, row, rtol=0, atol=1e-6)
     assert engine.adapters == ("red",)
     assert engine.loaded.active is None
+
+
+def test_the_adapter_of_a_query_is_active_in_its_passes() -> None:
+    engine = Engine()
+    engine.add_adapter("red", "folder")
+    path, adapters = engine._prefix_cache(), []
+    forward = path.forward
+
+    def recorded(batch: TokenBatch) -> ForwardResult:
+        adapters.append((batch.adapter, engine.loaded.active))
+        return forward(batch)
+
+    path.forward = recorded
+    for number, name in enumerate((None, "red")):
+        engine.submit(Query(2 * number, (1, 2), name))
+        engine.submit(Query(2 * number + 1, (2, 1), name, targets=(3,)))
+        engine.cache_prefix((3, 4), name)
+    while engine.step():
+        pass
+    assert (
+        adapters == [(None, None), ("red", "red")] + [(None, None)] * 2 + [("red", "red")] * 2
+    )
 
 
 def test_queries_that_cannot_be_answered_are_refused_before_a_step() -> None:

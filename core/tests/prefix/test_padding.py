@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -146,16 +147,30 @@ def test_long_pasts_are_not_gathered_for_short_ones() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(shapes, min_size=1, max_size=8), st.booleans())
+@given(
+    st.lists(shapes, min_size=1, max_size=8),
+    st.booleans(),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
 def test_a_layout_reads_each_past_and_writes_each_token(
-    wanted: list[tuple[int, int]], again: bool
+    wanted: list[tuple[int, int]], again: bool, trunk: int, shared: int
 ) -> None:
+    trunk, shared = (min(n, *(past for past, _ in wanted)) for n in (trunk, shared))
     paths = [np.arange(1, past + count + 1) for past, count in wanted]
     tokens = [tuple(range(3, 3 + count)) for _, count in wanted]
     batch = TokenBatch.of_paths(None, paths, tokens, is_cached=[again] * len(paths))
+    batch = dataclasses.replace(
+        batch, trunk=batch.slots[0, :trunk].astype(np.int64), slots=batch.slots[:, trunk:]
+    )
     layout = PassLayout(batch, batch.segments)
+    layout.share(shared)
+    assert layout.shared_slots.tolist() == [[*range(1, shared + 1)]]
+    assert layout.is_even == (len({count for _, count in wanted}) == 1)
+    assert layout.ends.tolist() == [path[-1] for path in paths]
+    assert layout.past_ends.tolist() == [past or SCRATCH_SLOT for past, _ in wanted]
     for row, (path, (past, count)) in enumerate(zip(paths, wanted, strict=True)):
-        assert np.array_equal(layout.reads[row][layout.is_token[row]], path)
+        assert np.array_equal(layout.reads[row][layout.is_token[row]], path[shared:])
         # The new tokens lie where the model appends them: after the longest past.
         assert np.array_equal(
             np.flatnonzero(layout.is_token[row])[-count:] - layout.past, range(count)

@@ -44,6 +44,7 @@ from genlm.prefix.block_table import BlockTable, joined_rows
 from genlm.prefix.tree import PrefixTree
 
 from .test_engine import Adapters
+from .test_engine import Engine as Uncached
 from .test_rows import SIZE, TOKEN_BYTES, Alone, expected, packed
 from .test_tree import check as check_tree
 from .test_tree import prefixes
@@ -1004,6 +1005,23 @@ def test_tokens_that_the_model_cannot_embed_are_refused() -> None:
     assert not population.ask(engine, [0]).errors
     with pytest.raises(TokenIdError):  # this member was not wanted before
         engine.submit_group(population.query([1]))
+    copies = Members([(1, 2)] * 3)
+    copies.extend([(1,), (SIZE - 1,), (2,)])
+    with pytest.raises(TokenIdError, match=str(SIZE - 1)):
+        engine.submit_group(copies.query([0, 1, 2]))
+    assert not copies.ask(engine, [0, 2]).errors
+
+
+def test_an_engine_without_a_cache_computes_populations_that_are_pending_together() -> None:
+    engine: Any = Uncached(execution_path="alone")
+    populations = [Members([(1, 2), (2, 1)]), Members([(3,)] * 2)]
+    for number, population in enumerate(populations):
+        engine.submit_group(population.query([0, 1], number))
+    completions = engine.step()
+    assert sorted(completion.query_id for completion in completions) == [0, 1]
+    for completion in completions:
+        assert not populations[completion.query_id].check(completion.result, [0, 1]).errors
+    assert not engine.defers([population.query([0]) for population in populations])
 
 
 def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:
@@ -1312,6 +1330,8 @@ def test_tokens_of_a_row_with_gaps_are_separate_segments() -> None:
     assert stages == [([0, 1], [1, 2]), ([3], [1])]  # the last token follows that of slot 5
     assert batch.path(1, 6).tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.path(0, 1).tolist() == [1]
+    longer = dataclasses.replace(batch, trunk=np.array([7, 8, 1]))
+    assert [longer.path(0, end).tolist() for end in (1, 4)] == [[7], [7, 8, 1, 2]]
     assert batch.result_slots.tolist() == [5, 2, 4]
 
 

@@ -122,12 +122,13 @@ def test_a_text_that_continues_a_context_leaves_the_context() -> None:
     assert used(rows, "tokens_computed") == before + 2
 
 
-def test_no_more_than_the_end_of_a_scored_text_goes_first() -> None:
+@pytest.mark.parametrize("ids", [(*text(45, 1), *text(5, 2)), text(30, 1)])
+def test_no_more_than_the_end_of_a_scored_text_goes_first(ids: Ids) -> None:
     rows, _ = serve(100)
     oldest, context = text(45, 0), text(45, 1)
     rows.rows(None, packed([oldest]))
     rows.rows(None, packed([context]))
-    assert_right(rows, [scored((*context, *text(5, 2)), 45)])
+    assert_right(rows, [scored(ids, len(ids) - 5)])
     rows.rows(None, packed([text(20, 3)]))  # for which 14 others have to go
     before = used(rows, "tokens_computed")
     rows.rows(None, packed([(*context, 3)]))
@@ -167,6 +168,14 @@ def test_positions_that_texts_share_are_computed_once() -> None:
     assert_right(rows, texts)  # all of them cached and run again, in one pass
     assert used(rows, "tokens_computed") == 2 * (30 + SIZE)
     assert (model.passes, model.largest) == (2, (30 + SIZE, 30 + SIZE))
+
+
+def test_only_requested_positions_of_a_cached_context_are_computed_again() -> None:
+    rows, model = serve(500)
+    rows.rows(None, packed([text(20, 0)]))
+    assert_right(rows, [scored(text(6, 0), 3), scored(text(18, 0), 12)])
+    assert used(rows, "tokens_computed") == 20 + 3 + 6
+    assert model.passes == 2
 
 
 def test_texts_that_differ_in_the_last_target_share_all_positions() -> None:

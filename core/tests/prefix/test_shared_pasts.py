@@ -33,6 +33,28 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pasts, "_LEAST_COMMON", 2)
 
 
+@pytest.mark.parametrize(("common", "shared"), [(4095, 0), (4096, 4096)])
+@pytest.mark.parametrize("trunk", [0, 100])
+def test_slots_are_shared_if_enough_of_them_are_read_once(
+    common: int, shared: int, trunk: int
+) -> None:
+    slots = np.arange(1, 5001)
+    paths = [slots[trunk:], np.concatenate([slots[trunk:common], slots[common:] + 10_000])]
+    assert groups(paths, [4999, 4999], trunk) == [([0, 1], shared)]
+
+
+@pytest.mark.parametrize(("length", "is_separate"), [(2**15 - 1, False), (2**15, True)])
+def test_a_group_is_separate_if_enough_slots_are_read_once(
+    length: int, is_separate: bool
+) -> None:
+    common = np.arange(1, 101)
+    branches = [np.arange(length + 1) + 100_000 * i for i in (1, 2)]
+    paths = [np.concatenate([common, branches[i]]) for i in (0, 1, 0, 1)]
+    one = [([0, 1, 2, 3], 0)]
+    several = [([0, 2], 100 + length), ([1, 3], 100 + length)]
+    assert groups(paths, [100 + length] * 4) == (several if is_separate else one)
+
+
 @pytest.mark.usefixtures("eager")
 @settings(max_examples=300, deadline=None)
 @given(texts, st.integers(0, 4))

@@ -148,8 +148,7 @@ class PrefixEngine(BatchEngine):
         if self.vocabulary.size > self._embedding_rows:
             lineage, wanted = group.generation.lineage, group.wanted
             firsts, token_ids = lineage.suffixes(wanted)
-            invalid = (token_ids >= self._embedding_rows).any(axis=1)
-            firsts[invalid] = -1 - np.arange(invalid.sum())  # checks all of these
+            firsts[(token_ids >= self._embedding_rows).any(axis=1)] = -1  # checks one of these
             for place in wanted[np.unique(firsts, return_index=True)[1]].tolist():
                 self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
         super().submit_group(group)

@@ -242,11 +242,11 @@ def _requested(
     for (last, length), first in zip(ends, first_positions, strict=True):
         node: Node | None = last
         end = length
-        while node is not None and node.parent is not None and node.end > first:
+        while node is not None and node.end > first:  # not in the root, which is empty
             if node not in flags:
                 flags[node] = np.zeros(len(node.tokens), bool)
             flags[node][max(0, first - node.start) : end - node.start] = True
-            node, end = node.parent, min(end, node.start)
+            end, node = node.start, node.parent
     return flags
 
 

@@ -105,6 +105,24 @@ SEQUENCES = [
 # -- the right row --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_long_lists_that_are_extended_and_changed_have_their_own_rows(
+    make_model: MakeModel, kind: type
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=OutputCache(0))
+    long = [i * i % VOCAB_SIZE for i in range(140)]
+    ids: list[int] = []
+    for changed in (
+        *(long, [*long, 3], [*long, 3, 5], [*long, 3], [*long, 3, 4], [*long, 3, 6]),
+        *([*long[:2], 1, *long[3:]], [*long[:2], 1, *long[3:], 3], long[1:], long[::-1]),
+    ):
+        ids[:] = changed
+        row = llm.next_token_logprobs_sync(kind(ids))
+        assert torch.equal(row, oracle_row(ids, None, VOCAB_SIZE))
+        with pytest.raises(TokenIdError):
+            llm.next_token_logprobs_sync(kind([*ids, VOCAB_SIZE]))
+
+
 @in_all_ways
 @pytest.mark.parametrize(
     "options", [{}, {"max_batch_size": 3}, {"output_cache": OutputCache(0)}]

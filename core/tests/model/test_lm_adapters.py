@@ -65,6 +65,19 @@ def test_one_batch_mixes_adapters_and_the_base(loaded: Loaded) -> None:
     assert loaded.engine.batches == [[(1, 2)] * 3]
 
 
+def test_a_context_has_the_adapter_of_its_requests(loaded: Loaded) -> None:
+    llm, context = loaded.llm, loaded.llm.context([1, 2], lora_name="a")
+    for name in (None, "a"):
+        row = llm.next_token_logprobs_sync(context, lora_name=name)
+        assert torch.equal(row, expected([1, 2], "a"))
+    with pytest.raises(ValueError, match=r"'b' .* which has the adapter 'a'"):
+        llm.next_token_logprobs_sync(context, lora_name="b")
+    with pytest.raises(ValueError, match=r"'b' .* which has the adapter 'a'"):
+        llm.population([context], lora_name="b")
+    with pytest.raises(ValueError, match=r"'b' .* which has the adapter None"):
+        llm.next_token_logprobs_sync(llm.context([1]), lora_name="b")
+
+
 def test_every_method_takes_an_adapter(loaded: Loaded) -> None:
     llm = loaded.llm
     rows = [

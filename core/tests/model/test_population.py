@@ -192,6 +192,7 @@ def test_members_are_truncated(tiny: genlm.AsyncLM) -> None:
     assert members(shorter.truncate([1, 9, 1])) == [(1,), (1, 2, 5), (1,)]
     assert members(shorter.truncate(torch.tensor([2, 2, 2]))) == [(1, 2)] * 3
     assert population.truncate(4) is population
+    assert population.truncate(10**30) is population
     assert members(population[:0].truncate([])) == []
     with pytest.raises(ValueError, match="lengths=0; it must be 1 or more"):
         population.truncate(0)
@@ -216,11 +217,19 @@ def test_lists_of_different_lengths_are_continuations(tiny: genlm.AsyncLM) -> No
     )
 
 
-def test_a_population_does_not_change_with_the_array_of_its_tokens(tiny: genlm.AsyncLM) -> None:
+def test_a_population_does_not_change_with_the_arrays_of_its_callers(
+    tiny: genlm.AsyncLM,
+) -> None:
     ids = np.array([2, 3, 4])
     population = tiny.population([1], 3).extend(ids)
     ids[:] = 5
     assert members(population) == [(1, 2), (1, 3), (1, 4)]
+    for result in (population.tokens, population.lengths, population.last_tokens):
+        result.fill_(5)
+    population.finished[:] = True
+    assert members(population) == [(1, 2), (1, 3), (1, 4)]
+    assert population.lengths.tolist() == [2, 2, 2]
+    assert not population.finished.any()
 
 
 def test_members_have_their_last_tokens(tiny: genlm.AsyncLM) -> None:
@@ -232,7 +241,7 @@ def test_members_have_their_last_tokens(tiny: genlm.AsyncLM) -> None:
         assert population.last_tokens.tolist() == [each[-1] for each in ids]
         some = population[[3, 0, 0]]
         assert some.last_tokens.tolist() == [ids[i][-1] for i in (3, 0, 0)]
-    assert population[[]].last_tokens.tolist() == []
+    assert torch.equal(population[[]].last_tokens, torch.empty(0, dtype=torch.int64))
 
 
 def test_a_population_of_a_padded_array_has_its_sequences(tiny: genlm.AsyncLM) -> None:
@@ -263,6 +272,12 @@ def test_wrong_extensions_name_the_members_and_change_nothing(tiny: genlm.AsyncL
         population.extend([SIZE, 0, -2])
     assert raised.value.members == (0, 2)
     assert isinstance(raised.value.__cause__, genlm.TokenIdError)
+    with pytest.raises(genlm.PopulationError) as raised:
+        population.extend([[0, SIZE], [1, -1], [-2, 3]])
+    assert raised.value.members == (0, 2)
+    assert f"token id {SIZE}" in str(raised.value)
+    with pytest.raises(genlm.TokenTypeError, match="DrawnTokens; pass its token_ids"):
+        population.extend(population.draw_sync())
     for wrong in ([1, 2], [[[1]]] * 3):
         with pytest.raises(ValueError, match="3 members"):
             population.extend(wrong)
@@ -482,6 +497,33 @@ def test_draws_invert_the_distribution_of_each_member(
         values = [float(column[member]) for column in drawn[1:]]
         expected = [float(rows[member, token]), float(mass[member]), draw_logprob]
         assert values == pytest.approx(expected, abs=2e-5)
+
+
+def test_members_that_are_all_finished_get_no_tokens(tiny: genlm.AsyncLM) -> None:
+    population = tiny.population([1, 2], 3).finish([True] * 3)
+    for each, limit in ((population, 4), (population.resume(), 0), (population[:0], 4)):
+        sampled = each.sample_sync(limit)
+        assert torch.equal(sampled.token_ids, torch.empty(len(each), 0, dtype=torch.int64))
+        for column in (sampled.logprobs, sampled.draw_logprob):
+            assert torch.equal(column, torch.empty(len(each), 0))
+            assert column.dtype == torch.float32
+        assert sampled.population is each
+    assert not strict(tiny).evaluated
+
+
+def test_samples_end_at_their_limits_or_with_a_full_context(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with genlm.AsyncLM(partial(TinyEngine, 4)) as llm:
+        population = llm.population([[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]])
+        sampled = population.sample_sync([1, 9, 9, 0], stop=(), seed=1)
+        assert (sampled.token_ids >= 0).sum(1).tolist() == [1, 3, 2, 0]
+        assert sampled.population.lengths.tolist() == [2, 5, 5, 4]
+        assert "2 of 4 continuations ended before max_tokens=9" in caplog.text
+        caplog.clear()
+        stopped = population.sample_sync(9, stop=range(SIZE), seed=1)
+        assert (stopped.token_ids >= 0).sum(1).tolist() == [1] * 4
+        assert not caplog.text
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}])

@@ -132,6 +132,7 @@ def test_cancelling_a_batch_call_abandons_all_its_sequences(start):
         await asyncio.to_thread(engine.wait_until_entered)
         batch.cancel()
         await asyncio.wait([batch])
+        assert batch.cancelled()
         assert llm.statistics().pending == 0
         engine.release()
 

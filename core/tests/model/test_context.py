@@ -68,6 +68,21 @@ def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | Non
     return [released_key for released_key in engine.released.copy() if released_key != key]
 
 
+def test_contexts_are_equal_if_their_models_adapters_and_tokens_are(
+    make_model: MakeModel,
+) -> None:
+    llm, other = make_model(ScriptedEngine(VOCAB_SIZE)), make_model(ScriptedEngine(VOCAB_SIZE))
+    llm.load_lora("folder", "a")
+    context = llm.context([1, 2])
+    assert len({context, llm.context([1]).extend(2), llm.with_lora(None).context([1, 2])}) == 1
+    different: list[object] = [
+        *(llm.context([2, 1]), llm.context([1, 2], lora_name="a"), other.context([1, 2])),
+        *((1, 2), None),
+    ]
+    assert len({context, *different}) == 6
+    assert context not in different
+
+
 def test_the_public_example(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     ctx = llm.context([1, 2])

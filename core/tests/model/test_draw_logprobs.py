@@ -136,6 +136,21 @@ def test_shares_that_underflow_are_finite() -> None:
         assert best.tolist() == [[0.0, -math.inf]]
 
 
+def test_a_mask_alone_is_a_setting_of_the_draws() -> None:
+    rows = torch.log_softmax(torch.arange(SIZE).float()[None], -1)
+    llm, members = population(rows)
+    with llm:
+        shares = torch.log_softmax(rows[0, [1, 3]], -1)
+        wanted = [float(shares[0]), float(shares[1]), -math.inf, 0.0]
+        ids = [[1, 3, 2, -1]]
+        assert members.token_logprobs_sync(ids, [[1, 3]])[0].tolist() == pytest.approx(
+            wanted, rel=1e-5
+        )
+        for token, logprob in zip(ids[0], wanted, strict=True):
+            score = members.score_sync([[token]], [[1, 3]])
+            assert score.tolist() == [[pytest.approx(logprob, rel=1e-5)]]
+
+
 def test_members_share_the_weights_of_equal_settings_and_have_their_own_tokens() -> None:
     rows = torch.log_softmax(
         torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1)), -1

@@ -137,6 +137,19 @@ def test_adapters_that_a_model_came_with_can_be_asked_for(make_model: MakeModel)
         llm.load_lora("folder/own", "own")
 
 
+def test_names_of_adapters_are_checked(loaded: Loaded) -> None:
+    with pytest.raises(AdapterError, match="under an empty name"):
+        loaded.llm.load_lora("folder/c", "")
+    name: Any = 3
+    for call in (
+        lambda: loaded.llm.load_lora("folder/c", name),
+        lambda: loaded.llm.next_token_logprobs_sync([1], lora_name=name),
+    ):
+        with pytest.raises(TypeError, match="name is a string; found 3"):
+            call()
+    assert [*loaded.engine.adapters] == ["a", "b"]
+
+
 def test_another_folder_under_a_name_in_use_is_refused(loaded: Loaded) -> None:
     with pytest.raises(AdapterError, match=r"'folder/b' as adapter 'a'.*folder/a"):
         loaded.llm.load_lora("folder/b", "a")
@@ -346,6 +359,18 @@ def test_a_name_that_is_given_again_is_another_adapter_of_the_engine(removing: A
     assert removing.lora_names == ("b", "a")
 
 
+def test_engine_names_with_numbers_are_those_of_no_other_adapter(removing: AsyncLM) -> None:
+    removing.load_lora("folder/number", "a@2")
+    removing.unload_lora("a")
+    removing.load_lora("folder/new", "a")
+    removing.load_lora("folder/c", "c")
+    removing.load_lora("folder/replaced", "c", replace=True)
+    names = {"b": "folder/b", "a@2": "folder/number", "a@3": "folder/new"}
+    assert engine_adapters(removing) == names | {"c@5": "folder/replaced"}
+    row = removing.next_token_logprobs_sync([1], lora_name="c")
+    assert torch.equal(row, expected([1], "c@5"))
+
+
 @pytest.mark.parametrize("name", ["a", "a@{}", "step {}"])
 def test_engine_names_of_removed_adapters_differ_without_being_stored(
     make_model: MakeModel, name: str
@@ -420,6 +445,46 @@ def test_an_adapter_is_replaced_in_an_engine_without_room(make_model: MakeModel)
         llm.load_lora("bad", "a", replace=True)
     assert llm.lora_names == ()
     llm.load_lora("folder/a", "a")
+
+
+def test_an_adapter_that_cannot_be_removed_is_not_replaced_in_an_engine_without_room(
+    make_model: MakeModel,
+) -> None:
+    class WithoutRemoval(ScriptedEngine):
+        def add_adapter(self, name: str, path: str) -> None:
+            if self.adapters:
+                raise AdapterLimitError("1 adapter is loaded")
+            super().add_adapter(name, path)
+
+    llm = make_model(WithoutRemoval(VOCAB_SIZE))
+    llm.load_lora("folder/a", "a")
+    with pytest.raises(AdapterLimitError):
+        llm.load_lora("folder/new", "a", replace=True)
+    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a"))
+
+    engine = FullEngine(VOCAB_SIZE)
+    engine.adapters["own"] = ""
+    llm = make_model(engine)
+    with pytest.raises(AdapterLimitError):
+        llm.load_lora("folder/new", "own", replace=True)
+    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="own"), expected([1], "own"))
+
+
+def test_adapters_are_replaced_in_an_engine_that_cannot_remove_them(loaded: Loaded) -> None:
+    loaded.llm.load_lora("folder/new", "a", replace=True)
+    names = {"a": "folder/a", "b": "folder/b", "a@2": "folder/new"}
+    assert engine_adapters(loaded.llm) == names
+    row = loaded.llm.next_token_logprobs_sync([1], lora_name="a")
+    assert torch.equal(row, expected([1], "a@2"))
+
+
+def test_an_adapter_that_a_model_came_with_stays_in_the_engine(make_model: MakeModel) -> None:
+    engine = RemovingEngine(VOCAB_SIZE)
+    engine.adapters["own"] = ""
+    llm = make_model(engine)
+    llm.unload_lora("own")
+    assert llm.lora_names == ()
+    assert engine_adapters(llm) == {"own": ""}
 
 
 def test_an_adapter_in_use_is_not_replaced_in_an_engine_without_room(

@@ -107,6 +107,10 @@ def test_results_of_earlier_weights_are_computed_again(make_model: MakeModel) ->
     llm.token_logprobs_sync([3], [3])
     assert engine.batches[3:] == [[(3,)]]
     assert llm.cached_logprobs([1, 2]) is None
+    llm.next_token_logprobs_sync([4])
+    engine.updates += 1
+    llm.batch_next_token_logprobs_sync([[4], [5]])  # a cached row and another one
+    assert engine.batches[5:] == [[(4,), (5,)]]
 
 
 def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) -> None:
@@ -310,6 +314,18 @@ def knowing(make_model: MakeModel) -> Iterator[AsyncLM]:
     evaluated = engine.evaluated.copy()
     yield llm
     assert engine.evaluated == evaluated
+
+
+def test_known_rows_cannot_be_copied_when_the_threads_of_the_loop_have_ended(
+    knowing: AsyncLM,
+) -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().shutdown_default_executor()
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(RuntimeError, match="shutdown"):
+                await knowing.batch_next_token_logprobs(KNOWN)
+
+    asyncio.run(main())
 
 
 def test_known_rows_are_reduced_together_and_off_the_event_loop(knowing: AsyncLM) -> None:

@@ -498,6 +498,47 @@ def test_all_forms_of_a_reduction_agree(make_model: MakeModel) -> None:
     assert entropies == [llm.reduce_sync(context, Entropy()) for context in contexts]
 
 
+def test_methods_for_one_and_several_contexts_take_an_adapter(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    llm.load_lora("folder", "red")
+    contexts: list[list[int]] = [[1, 2], [3]]
+    for name in ("red", None):
+        rows = torch.stack([row_of(ids, name) for ids in contexts])
+        logprobs = llm.batch_token_logprobs_sync(contexts, [[1], [2]], lora_name=name)
+        assert torch.equal(torch.cat(logprobs), rows[[0, 1], [1, 2]])
+        masses = llm.batch_log_mass_sync(contexts, [[1], [2]], lora_name=name)
+        assert masses == pytest.approx(rows[[0, 1], [1, 2]].tolist())
+        best = rows.argmax(1).tolist()
+        tops = llm.batch_top_tokens_sync(contexts, 1, lora_name=name)
+        assert [int(top.token_ids) for top in tops] == best
+        drawn = llm.batch_draw_sync(contexts, temperature=0, lora_name=name)
+        assert [token.token_id for token in drawn] == best
+        for ids, row, token_id in zip(contexts, rows, best, strict=True):
+            [logprob] = llm.token_logprobs_sync(ids, [1], lora_name=name)
+            assert logprob == row[1]
+            mass = llm.log_mass_sync(ids, [1], lora_name=name)
+            assert mass == pytest.approx(float(row[1]))
+            assert int(llm.top_tokens_sync(ids, 1, lora_name=name).token_ids) == token_id
+            one = llm.draw_sync(ids, temperature=0, lora_name=name)
+            assert one.token_id == token_id
+
+
+def test_masks_of_batches_have_all_forms(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    contexts = [[1, 2], [3]]
+    masks = torch.zeros(2, SIZE, dtype=torch.bool)
+    masks[0, [1, 5]] = masks[1, [0, 2, 15]] = True
+    packed = torch.tensor([[2**1 + 2**5], [2**0 + 2**2 + 2**15]], dtype=torch.int32)
+    rows = torch.stack([row_of(ids) for ids in contexts])
+    masses = pytest.approx(rows.masked_fill(~masks, -math.inf).logsumexp(1).tolist(), abs=1e-5)
+    lists = [[1, 5], [0, 2, 15]]
+    for form in (masks, masks.numpy(), packed, packed.numpy(), lists, [*masks]):
+        assert llm.batch_log_mass_sync(contexts, form) == masses
+    checked = [genlm.Mask(ids, SIZE) for ids in lists]
+    assert llm.batch_log_mass_sync(contexts, checked) == masses
+    assert [llm.log_mass_sync(*pair) for pair in zip(contexts, checked, strict=True)] == masses
+
+
 def test_contexts_have_the_methods_too(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE))
     context = llm.context([1]).extend(2)
@@ -534,6 +575,10 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("draw", {"top_p": 0}, ValueError, "top_p=0.0; it must be above 0"),
     ("draw", {"seed": 1.5}, TypeError, "seed=1.5"),
     ("batch_draw", {"masks": [[1]]}, ValueError, "1 masks for 2 contexts"),
+    ("batch_draw", {"masks": np.ones(16, bool)}, ValueError, "one mask for 2 contexts"),
+    ("batch_log_mass", {"masks": genlm.Mask([1], 16)}, ValueError, "one mask for 2 contexts"),
+    ("batch_log_mass", {"masks": 3}, TypeError, "masks=3; expected 2 masks"),
+    ("log_mass", {"mask": genlm.Mask([1], 15)}, ValueError, "15"),
     ("batch_draw", {"seed": [1]}, ValueError, "1 seeds for 2 contexts"),
     ("batch_reduce", {"reductions": [Entropy()]}, ValueError, "1 reductions for 2 contexts"),
     ("batch_reduce", {"reductions": Entropy()}, ValueError, "one reduction for 2 contexts"),
@@ -677,6 +722,9 @@ def test_longer_texts_are_scored_in_windows(
     texts = [generator.integers(0, SIZE, n).tolist() for n in (1, 5, 6, 13, 13, 13, 13)]
     starts = [1, 2, 1, 1, 4, 7, 13]
     windows = llm.batch_token_scores_sync(texts, starts, stride=stride)
+    logprobs = llm.batch_score_sync(texts, starts, stride=stride)
+    for score, scores in zip(logprobs, windows, strict=True):
+        assert torch.equal(score, scores.logprobs)
     for text, start, scores in zip(texts, starts, windows, strict=True):
         assert scores.logprobs.tolist() == score_in_windows(text, start, 5, stride)
         assert scores.is_top.shape == scores.logprobs.shape

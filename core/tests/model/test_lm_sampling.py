@@ -358,6 +358,30 @@ def test_a_continuation_ends_when_the_context_is_full(make_model: MakeModel) -> 
     assert list(map(len, batch_sample(llm, [[1], [1, 2, 3], [1] * 4], 9))) == [4, 2, 1]
 
 
+def test_a_limit_within_the_context_is_that_of_a_model_without_one(
+    make_model: MakeModel,
+) -> None:
+    prompts = [[1], [1, 2, 3], [1, 2, 3, 4]]
+    unlimited = make_model(ScriptedEngine(VOCAB_SIZE))
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=6))
+    drawn = batch_sample(unlimited, prompts, 5, stop=(), seed=1)
+    for limit in (0, 1, 3, 4, 5):
+        rooms = [6, 4, 3]
+        expected = [ids[: min(limit, room)] for ids, room in zip(drawn, rooms, strict=True)]
+        assert batch_sample(llm, prompts, limit, stop=(), seed=1) == expected
+
+
+def test_continuations_are_divided_into_queries_of_so_many(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    llm.load_lora("folder", "a")
+    prompts = [[1], [2], llm.context([1], lora_name="a"), [3], [4], [5]]
+    expected = batch_sample(llm, prompts, 3, stop=(), seed=1)
+    requests = llm.statistics().requests
+    llm._requests.sampled_together = 2
+    assert batch_sample(llm, prompts, 3, stop=(), seed=1) == expected
+    assert llm.statistics().requests == 2 * requests
+
+
 def test_a_continuation_uses_the_adapter_it_was_asked_with(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     llm.load_lora("folder", "a")
@@ -449,6 +473,7 @@ def test_a_continuation_that_fills_the_context_is_logged(
     )
     caplog.clear()
     asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 4, seed=0))
+    asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 6, stop=range(VOCAB_SIZE), seed=0))
     assert not caplog.records
 
 
@@ -549,6 +574,38 @@ def test_a_stream_has_the_tokens_of_sample_and_their_log_probabilities(
     for place, token in enumerate(tokens):
         row = oracle_row([1, *ids[:place]], None, VOCAB_SIZE)
         assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-6)
+
+
+def test_a_stream_ends_before_a_stop_id_and_after_a_stop_text(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    ids = chain([1, 2], 8, stream_seeds(5, 1)[0], 1.0)
+
+    async def streamed(stop: Any) -> list[int]:
+        return [token.token_id async for token in llm.stream([1, 2], 8, stop=stop, seed=5)]
+
+    assert asyncio.run(streamed([])) == ids
+    for place, token_id in enumerate(ids):
+        assert asyncio.run(streamed([token_id])) == ids[: ids.index(token_id)]
+        text = bytes_of(ids[place : place + 2])
+        end = bytes_of(ids).index(text) + len(text)
+        assert asyncio.run(streamed([text, b"zz"])) == ids[:end]
+
+
+def test_a_stream_that_fills_the_context_is_logged(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=4))
+
+    async def streamed(max_tokens: int, stop: Any = ()) -> list[int]:
+        tokens = llm.stream([1, 2], max_tokens, stop=stop, seed=5)
+        return [token.token_id async for token in tokens]
+
+    ids = asyncio.run(streamed(3))
+    assert len(ids) == 3
+    asyncio.run(streamed(9, ids[-1]))
+    assert not caplog.records
+    assert asyncio.run(streamed(9)) == ids
+    assert "1 of 1 continuations ended before max_tokens=9" in caplog.text
 
 
 def test_a_stream_that_is_left_asks_for_no_more(make_model: MakeModel) -> None:

@@ -14,7 +14,6 @@ SGL_READY  := $(SGL)/.ready
 SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
 SITE := .venv-site
-NEWEST := .venv-newest
 
 # Distribution name of the published interface in `make dist`; it is imported as genlm.backend
 # under any name. Publishing under the name genlm-backend needs the consent of its owners.
@@ -27,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 # Runs may go on at once, so each has a cache of its own.
 PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
 
-.PHONY: demo test newest newest-issue test-core test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest oldest newest-issue oldest-issue test-core test-main test-plugins test-sgl test-vllm check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -57,11 +56,11 @@ test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 	$(SGL)/bin/$(PYTEST) plugins/genlm-backend/tests/on_sglang
 
-newest:  ## the tests with the newest releases, whatever the upper bounds say; build/newest/report.md
-	$(PYTHON) scripts/newest.py run
+newest oldest:  ## the tests with the newest or lowest versions of dependencies; build/$@/report.md
+	$(PYTHON) scripts/releases.py run $@
 
-newest-issue:  ## an issue on GitHub with the report of `make newest`
-	$(PYTHON) scripts/newest.py issue
+newest-issue oldest-issue:  ## an issue on GitHub with the report of `make newest` or `make oldest`
+	$(PYTHON) scripts/releases.py issue $(@:-issue=)
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -121,7 +120,7 @@ dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	copy=$$(mktemp -d) && cp -r plugins/genlm-backend/. $$copy && cd $$copy && sed -i.bak 's/^name = "genlm-backend"$$/name = "$(BACKEND_NAME)"/' pyproject.toml && rm pyproject.toml.bak && $(abspath $(BIN))/hatchling build -d $(abspath dist) && rm -r $$copy
 
 clean:
-	rm -rf $(VENV) $(SGL) $(SITE) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) .venv-newest .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'

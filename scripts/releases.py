@@ -1,12 +1,13 @@
-"""Run the tests with the newest releases of the libraries that the packages depend on.
+"""Run the tests with the newest or the oldest releases of the packages' dependencies.
 
-    python scripts/newest.py run      # .venv-newest, then `test` in it
-    python scripts/newest.py test     # the tests, build/newest/report.md
-    python scripts/newest.py issue    # an issue with that report, or a comment on the open one
+    python scripts/releases.py run newest      # .venv-newest, then `test` in it
+    python scripts/releases.py test newest     # the tests, build/newest/report.md
+    python scripts/releases.py issue newest    # an issue with that report, or a comment on it
 
-`run` installs every requirement without its upper bound. It exits with status 1 if a suite
-fails, if a bound excludes an installed version, or if vLLM or SGLang has a release that its
-plugin was not tested with. These two are not installed.
+`newest` installs every requirement without its upper bound, `oldest` in the lowest version that
+its bounds allow. `run` and `test` exit with status 1 if a suite fails; for `newest` also if a
+bound excludes an installed version, or if vLLM or SGLang has a release that its plugin was not
+tested with. These two are not installed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["newest", "oldest"]
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / ".venv-newest"
-REPORT = ROOT / "build" / "newest" / "report.md"
-TITLE = "The newest releases fail"
 
 _PLUGINS = ("hf", "trie-cuda", "mlx", "llamacpp", "ray", "backend", "lm-eval")
 PACKAGES = ("core", *(f"plugins/genlm-{name}" for name in _PLUGINS))
@@ -45,19 +46,35 @@ def unbounded(requirement: str) -> str:
     return lower.strip() + semicolon + marker
 
 
-def requirements(projects: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Yield what distributions of other projects the packages and their extras need."""
-    for project in projects:
-        yield from map(unbounded, _stated(project))
+def requirements(kind: Kind, projects: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return what the packages, their extras and the tests need from other projects.
+
+    Args:
+        kind: `newest` for requirements without upper bounds; `oldest` for those of the packages
+            as stated, and the tests' requirements of other distributions.
+        projects: The `project` tables of the packages.
+    """
+    stated = [requirement for project in projects for requirement in _stated(project)]
+    if kind == "newest":
+        return sorted({*map(unbounded, stated), *map(unbounded, _tools())})
+    names = set(map(_name, stated))
+    others = (each for each in _tools() if _name(each) not in names)
+    # An extra is needed whatever the version: `mlx[cpu]` has the libraries of `mlx`.
+    extras = (unbounded(each) for each in _tools() if "[" in each)
+    return sorted({*stated, *others, *extras})
 
 
-def tools() -> Iterator[str]:
+def _tools() -> Iterator[str]:
     """Yield the requirements of the tests."""
     for file in TOOLS:
         for line in (ROOT / file).read_text("utf-8").splitlines():
             requirement = line.partition("#")[0].strip()
             if requirement and not requirement.startswith("-r "):
-                yield unbounded(requirement)
+                yield requirement
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
 
 
 def _stated(project: Mapping[str, object]) -> list[str]:
@@ -101,10 +118,13 @@ def excluded(
 
 
 def report(
-    versions: Mapping[str, str], failures: Mapping[str, str], releases: Sequence[str]
+    kind: Kind,
+    versions: Mapping[str, str],
+    failures: Mapping[str, str],
+    releases: Sequence[str],
 ) -> str:
     """Return the report: what failed, with which versions, and untested releases."""
-    lines = ["Made by `make newest`.", ""]
+    lines = [f"Made by `make {kind}`.", ""]
     lines += [f"- {line}" for line in releases]
     for suite, output in failures.items():
         lines += ["", f"## {suite}", "", "```text", output, "```"]
@@ -113,13 +133,13 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def run() -> int:
+def run(kind: Kind) -> int:
     """Build the environment, run the suites in it, write the report."""
-    python = _environment()
-    return subprocess.run([python, __file__, "test"], check=False).returncode
+    python = _environment(kind)
+    return subprocess.run([python, __file__, "test", kind], check=False).returncode
 
 
-def test() -> int:
+def test(kind: Kind) -> int:
     """Run the suites in the environment of this interpreter, write the report."""
     failures = {}
     for suite in SUITES:
@@ -132,6 +152,16 @@ def test() -> int:
             named = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
             failures[suite] = "\n".join(named[:100]) or done.stdout[-3000:]
     found = json.loads(_output(sys.executable, "-m", "genlm", "env", "--json"))
+    releases = _releases(found) if kind == "newest" else []
+    path = _report_path(kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report(kind, found["libraries"], failures, releases), "utf-8")
+    print(path.read_text("utf-8"))
+    return int(bool(failures or releases))
+
+
+def _releases(found: Mapping[str, Any]) -> list[str]:
+    """Return lines for releases that were not tested, or that bounds exclude."""
     tested = {
         name: versions
         for info in found["plugins"]
@@ -139,25 +169,35 @@ def test() -> int:
         if name not in found["libraries"]  # the suites ran with those
     }
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
-    releases = [
+    return [
         *untested(tested, {name: _newest(name) for name in tested}),
         *excluded(_projects(), installed),
     ]
-    REPORT.parent.mkdir(parents=True, exist_ok=True)
-    REPORT.write_text(report(found["libraries"], failures, releases), "utf-8")
-    print(REPORT.read_text("utf-8"))
-    return int(bool(failures or releases))
 
 
-def _environment() -> str:
-    python = str(ENVIRONMENT / "bin" / "python")
-    subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
+def _environment(kind: Kind) -> str:
+    folder = ROOT / f".venv-{kind}"
+    python = str(folder / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     install = [python, "-m", "pip", "install", "--quiet"]
-    needed = sorted({*tools(), *requirements(_projects())})
+    needed = requirements(kind, _projects())
+    if kind == "oldest":
+        needed = _lowest(needed, python)
     subprocess.run([*install, *needed], check=True)
     paths = [word for each in (*PACKAGES, *LISTED_ONLY) for word in ("-e", str(ROOT / each))]
     subprocess.run([*install, "--no-deps", "--no-build-isolation", *paths], check=True)
     return python
+
+
+def _lowest(needed: Sequence[str], python: str) -> list[str]:
+    """Return the lowest versions that satisfy requirements, as uv resolves them."""
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
+    resolve = [python, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    done = subprocess.run(
+        [*resolve, "--resolution", "lowest-direct", "--python", python, "-"],
+        input="\n".join(needed), check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.stdout.split("\n")
 
 
 def _projects() -> list[Mapping[str, object]]:
@@ -179,17 +219,23 @@ def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-def issue() -> int:
+def issue(kind: Kind) -> int:
     """Open an issue with the report, or add the report to the open one, by GitHub's `gh`."""
-    search = ("--state", "open", "--search", f'"{TITLE}" in:title', "--json", "number")
+    title = f"The {kind} releases fail"
+    search = ("--state", "open", "--search", f'"{title}" in:title', "--json", "number")
     found = json.loads(_output("gh", "issue", "list", *search))
-    body = ("--body-file", str(REPORT))
+    body = ("--body-file", str(_report_path(kind)))
     if found:
         _output("gh", "issue", "comment", str(found[0]["number"]), *body)
     else:
-        _output("gh", "issue", "create", "--title", TITLE, *body)
+        _output("gh", "issue", "create", "--title", title, *body)
     return 0
 
 
+def _report_path(kind: Kind) -> Path:
+    return ROOT / "build" / kind / "report.md"
+
+
 if __name__ == "__main__":
-    sys.exit({"run": run, "test": test, "issue": issue}[sys.argv[1]]())
+    command, kind = sys.argv[1:]
+    sys.exit({"run": run, "test": test, "issue": issue}[command](kind))

@@ -6,15 +6,29 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from mlx_lm.models import rope_utils
 
 from genlm.prefix import shared_pasts
 from genlm.testing import TINY_LLAMA, TinyModel
 
 Make = Callable[..., TinyModel]
+
+since_mlx_lm_0_32 = pytest.mark.skipif(
+    not hasattr(rope_utils, "DynamicNTKScalingRoPE"),
+    reason="mlx-lm before 0.32 has neither GPT-J nor dynamic NTK scaling",
+)
+
+
+def family_parameters(names: Iterable[str]) -> list[Any]:
+    """Parameters of tests of families, without those that the installed mlx-lm lacks."""
+    return [
+        pytest.param(name, marks=since_mlx_lm_0_32) if name == "gptj" else name
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from genlm.testing import TINY_LLAMA, TINY_LOGITS, TinyModel, families, measure_
 from genlm_mlx.cache import SlotCache
 from genlm_mlx.engine import MLXEngine
 
-from .conftest import Make
+from .conftest import Make, family_parameters
 from .driving import largest_error, population
 
 FAMILIES = {name: family for name, family in families(16).items() if family.representative}
@@ -31,7 +31,7 @@ def load(folder: Path) -> AsyncLM:
 
 
 @pytest.mark.usefixtures("eager_sharing")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", family_parameters(FAMILIES))
 def test_a_family_is_right_or_refused_as_documented(name: str, tmp_path: Path) -> None:
     row = TABLE[name]
     result = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]), bound=row.bound)

@@ -12,7 +12,7 @@ from genlm import ModelLoadError, UnverifiedModelWarning
 from genlm.testing import TINY_LLAMA, TinyModel
 from genlm_mlx.engine import MLXEngine
 
-from .conftest import Make
+from .conftest import Make, since_mlx_lm_0_32
 from .driving import Ids, largest_error, rows_of
 
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -70,7 +70,10 @@ def test_settings_of_a_config_are_those_of_transformers(
     assert error(served(model), model, 40) <= 1e-5
 
 
-@pytest.mark.parametrize(("model_type", "changes"), [("llama", DYNAMIC), ("phi3", LONGROPE)])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [pytest.param("llama", DYNAMIC, marks=since_mlx_lm_0_32), ("phi3", LONGROPE)],
+)
 def test_embeddings_that_depend_on_the_length_are_served_up_to_the_original_length(
     model_type: str, changes: dict[str, Any], make: Make
 ) -> None:

@@ -18,7 +18,7 @@ from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import storage
 from genlm_mlx.engine import MLXEngine
 
-from .conftest import Make
+from .conftest import Make, family_parameters
 from .driving import largest_error
 
 TABLE = read_table("mlx")
@@ -89,7 +89,7 @@ def test_members_have_the_rows_of_their_sequences(
 
 
 @pytest.mark.usefixtures("eager_sharing")
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", family_parameters(SERVED))
 def test_families_with_a_prefix_tree_have_right_populations(
     name: str, tmp_path: Path, counted: Counted
 ) -> None:

@@ -52,11 +52,7 @@ class Accelerator:
         self._install(self._torch_functions)
 
     def _installed_functions(self) -> Mapping[str, Any]:
-        return {
-            name: getattr(torch.accelerator, name)
-            for name in self._NAMES
-            if hasattr(torch.accelerator, name)
-        }
+        return {name: getattr(torch.accelerator, name) for name in self._NAMES}
 
     def _install(self, functions: Mapping[str, Any]) -> None:
         for name, function in functions.items():

@@ -111,11 +111,10 @@ def _is_device_failure(error: Exception) -> bool:
     """Whether the accelerator has failed, so that no later computation on it succeeds."""
     import torch
 
-    accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
     if isinstance(error, EvaluationError) and error.__cause__ is not None:  # of a reduction
         return isinstance(error.__cause__, Exception) and _is_device_failure(error.__cause__)
     message = str(error)
-    is_failure = isinstance(error, accelerator_errors) or (
+    is_failure = isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
     )
     return is_failure and "out of memory" not in message

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,21 @@ def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeM
     assert statistics.joined_ratio == 1 / 8
     assert statistics.requests_per_s == pytest.approx(8 / statistics.seconds)
     assert statistics.engine == {"tokens_computed": 42}
+
+
+def test_statistics_of_the_engine_are_a_copy_of_its_mapping(make_model: MakeModel) -> None:
+    figures: Any = {"tokens_computed": 1}
+
+    class CountingEngine(ScriptedEngine):
+        def statistics(self) -> Any:
+            return figures
+
+    llm = make_model(CountingEngine(VOCAB_SIZE))
+    for figures in ({"tokens_computed": 1}, MappingProxyType({"tokens_computed": 1})):
+        before = llm.statistics()
+        assert before.engine == {"tokens_computed": 1}
+        before.engine["tokens_computed"] = 2  # type: ignore[index]
+        assert figures == {"tokens_computed": 1}
 
 
 @pytest.mark.parametrize("cache_size", [0, 5, 1000])

@@ -78,6 +78,14 @@ def test_top_k_breaks_ties_by_the_lowest_id(levels: list[int], k: int) -> None:
     assert top.logprobs.tolist() == row[expected].tolist()
 
 
+def test_top_k_of_different_sizes_are_computed_together() -> None:
+    rows, sizes = some_rows(4), [1, 40, 3, SIZE]
+    tops = reduced(rows, *map(TopK, sizes))
+    for row, k, top in zip(rows, sizes, tops, strict=True):
+        assert torch.equal(top.token_ids, row.argsort(descending=True, stable=True)[:k])
+        assert torch.equal(top.logprobs, row[top.token_ids])
+
+
 def test_log_masses_equal_logsumexp_in_float64() -> None:
     rows = some_rows(4)
     generator = np.random.default_rng(1)

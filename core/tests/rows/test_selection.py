@@ -47,6 +47,17 @@ def test_the_largest_come_in_order_and_of_equals_the_lowest_ids(
     assert torch.equal(rows, before)
 
 
+@pytest.mark.parametrize("first", [0.0, -1e-30, -1e-6, -1.0, -80.0])
+def test_the_next_smaller_float_is_not_equal(first: float) -> None:
+    values = [np.float32(first)]
+    while len(values) < 200:
+        values.append(np.nextafter(values[-1], np.float32(-np.inf)))
+    order = np.random.default_rng(0).permutation(200)
+    row = torch.from_numpy(np.array(values, np.float32)[order])[None]
+    for k in (1, 3, 200):  # with blocks and without
+        assert batch_top_k(row, k)[1].tolist() == [np.argsort(order)[:k].tolist()]
+
+
 @pytest.mark.parametrize("k", [1, 5, 60])
 def test_rows_of_other_layouts_and_in_parts_have_the_same_largest(
     k: int, monkeypatch: pytest.MonkeyPatch

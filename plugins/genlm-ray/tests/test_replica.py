@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 from collections import deque
 
@@ -100,6 +101,22 @@ def test_a_replica_serves_so_many_programs():
         await served.attach("two", 4, {}, [])
 
     _run(main, limits=ServingLimits(clients=1))
+
+
+def test_sessions_are_supervised_while_an_adapter_is_loaded():
+    async def main(served, _engine):
+        await served.attach("one", 1, {}, [])
+        await served.attach("two", 2, {}, [])
+        other = served._sessions[2]
+        other.seen_s = math.inf
+        checked = asyncio.Event()
+        async with served._loading:
+            while 1 in served._sessions:  # it ends, and waits until it can free its adapters
+                await asyncio.sleep(0)
+            other.time_out_reductions = checked.set
+            await checked.wait()
+
+    _run(main, driver_timeout_s=0.1)
 
 
 def test_a_program_may_load_so_many_adapters(tmp_path):

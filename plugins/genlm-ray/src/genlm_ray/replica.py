@@ -9,7 +9,6 @@ any order; therefore messages refer only to state that the replica has acknowled
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import gc
 import logging
 import operator
@@ -28,6 +27,7 @@ from genlm.plugin import (
     GenlmError,
     ModelLoadError,
     PackedCompletions,
+    call_on_thread,
     check_options,
     describe_error,
     get_backend,
@@ -59,9 +59,9 @@ class Replica:
         # Held while adapters and prefixes are loaded and freed: the next session of a driver
         # waits until those of its last session are freed.
         self._loading = asyncio.Lock()
-        loading = concurrent.futures.ThreadPoolExecutor(1, "genlm-loading")
-        self._engine_future = loading.submit(SharedEngine, self._build, spec.step_timeout_s)
-        loading.shutdown(wait=False)
+        self._engine_future = call_on_thread(
+            lambda: SharedEngine(self._build, spec.step_timeout_s)
+        )
 
     def _build(self) -> Engine:
         spec = self._spec
@@ -207,8 +207,7 @@ class Replica:
 
     async def _wait_until_loaded(self) -> SharedEngine:
         try:
-            # A driver that disconnects must not cancel loading.
-            return await asyncio.shield(asyncio.wrap_future(self._engine_future))
+            return await asyncio.wrap_future(self._engine_future)
         except asyncio.CancelledError:
             raise
         except GenlmError as error:
@@ -288,10 +287,10 @@ class Replica:
             for state in list(self._sessions.values()):
                 state.time_out_reductions()
             oldest_s = time.monotonic() - timeout_s
-            for session in [
-                n for n, state in self._sessions.items() if state.seen_s < oldest_s
-            ]:
-                await self.detach(session)
+            silent = [n for n, state in self._sessions.items() if state.seen_s < oldest_s]
+            if silent:  # they may wait for an adapter that is being loaded
+                detaching = [asyncio.create_task(self.detach(session)) for session in silent]
+                await asyncio.wait(detaching, timeout=1.0)
 
     def _exit_if_engine_ended(self) -> None:
         """End the process if the engine's thread has ended; Ray starts a new process."""

@@ -131,28 +131,30 @@ def _balanced(
     above = [wanted[replica_of == replica][share:] for replica in range(len(used))]
     room = share - (int(rows.min()) if len(used) >= count else 0)
     moved = np.sort(np.concatenate(above))[:room]  # to the replica with most room
-    cost = TOKEN_COST * _distinct_tokens(generation.lineage, moved, excess / TOKEN_COST)
+    cost = _moving_cost(generation.lineage, moved, excess)
     if excess < max(cost, len(wanted) // 16):
         return replace(division, excess=excess)
     return _new_division(generation, wanted, sessions, count)
 
 
-def _distinct_tokens(lineage: Lineage, places: _Integers64, limit: float) -> int:
-    """Count the tokens of sequences, each common one once, without a prompt of all sequences.
+def _moving_cost(lineage: Lineage, places: _Integers64, limit: int) -> float:
+    """Return the cost of computing sequences in a replica, in rows.
+
+    Tokens that they have in common count once, and a prompt of all sequences does not count.
 
     Args:
         lineage: The sequences.
         places: Indices of some of them.
-        limit: Number from which on the count may be incomplete.
+        limit: Cost above which the result may be too small.
     """
     tokens = 0
-    while lineage.parent is not None and tokens <= limit:
+    while lineage.parent is not None and TOKEN_COST * tokens <= limit:
         places = np.unique(places)
         tokens += int(np.count_nonzero(lineage.token_ids[places] >= 0))
         places, lineage = lineage.ancestors[places], lineage.parent
     if lineage.parent is None and len(lineage) > 1:
         tokens += int(lineage.lengths[np.unique(places)].sum())
-    return tokens
+    return TOKEN_COST * tokens
 
 
 def placed_sources(generation: Generation) -> list[Source]:

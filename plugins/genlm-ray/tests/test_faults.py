@@ -289,6 +289,25 @@ def test_a_model_of_a_lost_cluster_is_closed_without_calls_of_ray(in_process, mo
         kill(actor)
 
 
+def test_loading_an_adapter_ends_with_the_cluster(in_process, monkeypatch, poet):
+    lost = threading.Event()
+
+    async def until_head_is_lost():
+        await asyncio.to_thread(lost.wait)
+
+    monkeypatch.setattr(cluster, "until_head_is_lost", until_head_is_lost)
+    llm, _, [actor] = in_process(replicas=1)
+    actor.held.add("configure")
+    add_adapter = llm.engine.add_adapter
+
+    def add_to_lost_cluster(*arguments):
+        lost.set()
+        add_adapter(*arguments)
+
+    monkeypatch.setattr(llm.engine, "add_adapter", add_to_lost_cluster)
+    assert isinstance(_ended(llm.load_lora, poet, "poet"), EngineDiedError)
+
+
 def test_closing_does_not_wait_for_a_head_that_is_not_yet_known_to_be_lost(
     in_process, monkeypatch
 ):

@@ -419,6 +419,7 @@ class Driver:
         """Mark a replica that cannot be restarted as dead."""
         link.is_dead = True
         if link.session:
+            link.mark_lost(error)  # a configuration may wait for the replica
             self._handle_loss(link, error)
         if not all(link.is_dead for link in self.links) or self.died is not None:
             return

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from allocations import Allocations
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from genlm.core.queries.generations import Integers64
 from genlm.core.queries.sequence import TokenSequence
@@ -153,6 +153,7 @@ def test_long_pasts_are_not_gathered_for_short_ones() -> None:
     st.integers(0, 9),
     st.integers(0, 9),
 )
+@example([(9, 1), (9, 2)], False, 9, 0)  # the trunk is longer than the other slots
 def test_a_layout_reads_each_past_and_writes_each_token(
     wanted: list[tuple[int, int]], again: bool, trunk: int, shared: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 
 from genlm.prefix import (
     SCRATCH_SLOT,
+    ForwardResult,
     Integers64,
     PassLayout,
     PrefixRows,
     SegmentForward,
     SegmentLimits,
+    TokenBatch,
 )
 
 from .test_rows import SIZE, TOKEN_BYTES, Alone, assert_right, next_state, row_after
@@ -59,9 +62,22 @@ class Passes(SegmentForward):
         return torch.stack(logits) if logits else torch.empty(0, SIZE)
 
 
-def serve(limits: SegmentLimits, *, shares_pasts: bool = False) -> tuple[PrefixRows, Passes]:
+class WithTrunks(Passes):
+    """Has the slots that precede all tokens of a batch and are common in its trunk."""
+
+    def __call__(self, batch: TokenBatch) -> ForwardResult:
+        differs = (batch.slots != batch.slots[0]).any(axis=0)
+        common = int(differs.argmax()) if differs.any() else len(differs)
+        count = min(common, int(batch.positions.min()))
+        trunk, slots = batch.slots[0, :count].astype(np.int64), batch.slots[:, count:]
+        return super().__call__(dataclasses.replace(batch, trunk=trunk, slots=slots))
+
+
+def serve(
+    limits: SegmentLimits, *, shares_pasts: bool = False, kind: type[Passes] = Passes
+) -> tuple[PrefixRows, Passes]:
     capacity, uncached = 20_000, Alone()
-    model = Passes(capacity, limits, shares_pasts=shares_pasts)
+    model = kind(capacity, limits, shares_pasts=shares_pasts)
     rows = PrefixRows(
         model,
         uncached=uncached,
@@ -74,15 +90,16 @@ def serve(limits: SegmentLimits, *, shares_pasts: bool = False) -> tuple[PrefixR
     return rows, model
 
 
+@pytest.mark.parametrize("kind", [Passes, WithTrunks])
 @pytest.mark.parametrize("shares_pasts", [False, True])
 @pytest.mark.parametrize(
     "limits", [SegmentLimits(1000, None), SegmentLimits(12, None, 5), SegmentLimits(64, 60, 3)]
 )
 def test_rows_and_scores_do_not_depend_on_the_passes(
-    limits: SegmentLimits, shares_pasts: bool
+    limits: SegmentLimits, shares_pasts: bool, kind: type[Passes]
 ) -> None:
     program = random.Random(0)
-    rows, model = serve(limits, shares_pasts=shares_pasts)
+    rows, model = serve(limits, shares_pasts=shares_pasts, kind=kind)
     population = [text(length, seed) for seed, length in enumerate((1, 3, 30))]
     for _ in range(8):
         step = [
@@ -111,10 +128,12 @@ def test_short_segments_that_depend_on_each_other_are_one_pass_of_single_tokens(
     assert model.tokens == [9, 2 * 9]  # in stages
 
 
-def test_slots_that_pasts_have_in_common_are_read_once() -> None:
+@pytest.mark.parametrize("kind", [Passes, WithTrunks])
+def test_slots_that_pasts_have_in_common_are_read_once(kind: type[Passes]) -> None:
     prompt = text(900, 0)
     for shares_pasts, shared in ((False, 0), (True, 900)):
-        rows, model = serve(SegmentLimits(1000, None), shares_pasts=shares_pasts)
+        limits = SegmentLimits(1000, None)
+        rows, model = serve(limits, shares_pasts=shares_pasts, kind=kind)
         assert_right(rows, None, [prompt])
         assert_right(rows, None, [(*prompt, i) for i in range(7)])
         assert model.shared == [0, shared]

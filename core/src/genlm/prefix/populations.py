@@ -293,7 +293,7 @@ class Populations:
         few, lineage, wanted = self._few, group.generation.lineage, group.wanted[places]
         while True:
             missing = group.lengths[places] - self.tables.get(group).tokens[wanted]
-            rows = np.unique(wanted[missing > few])[: self._max_tokens // few]
+            rows = np.unique(wanted[missing > few])  # few enough for a pass; see `limit`
             if not len(rows):
                 return
             begins = self.tables.get(group).tokens[rows]

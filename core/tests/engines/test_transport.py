@@ -311,19 +311,22 @@ def test_errors_that_cannot_be_made_again_arrive_as_evaluation_errors() -> None:
         assert str(error) == "NeedsTwo: 3"
 
 
-def test_a_result_that_cannot_be_packed_fails_alone() -> None:
+def test_tensors_of_the_size_of_rows_that_are_no_rows_are_sent_or_fail_alone() -> None:
     row = torch.randn(SIZE).log_softmax(0)
-    first, lost, third = returned(
+    first, lost, third, sparse = returned(
         Completion(0, row),
         Completion(1, torch.empty(SIZE, device="meta")),  # which cannot be copied
         Completion(2, Reduced((0.5, row))),
+        Completion(3, Reduced((row.to_sparse(),))),
     )
     assert isinstance(first.result, torch.Tensor)
     assert torch.equal(first.result, row)
     assert isinstance(third.result, Reduced)
     assert torch.equal(third.result.values[1], row)
     assert lost.query_id == 1
-    assert "the result cannot be returned from a worker" in str(lost.error)
+    assert "a result of type Tensor cannot be returned from a worker" in str(lost.error)
+    assert isinstance(sparse.result, Reduced)
+    assert torch.equal(sparse.result.values[0].to_dense(), row)
 
 
 def test_packed_answers_are_two_plain_parts() -> None:

@@ -131,25 +131,6 @@ class Transport:
         self, completions: Sequence[Completion], vocab_size: int
     ) -> PackedCompletions:
         """Pack results; a result that cannot be packed becomes an `EvaluationError`."""
-        try:
-            return self._pack_completions(completions, vocab_size)
-        except Exception:  # noqa: BLE001 - such as out of memory; fails only some completions
-            packable = [self._packable(completion, vocab_size) for completion in completions]
-            return self._pack_completions(packable, vocab_size)
-
-    def _packable(self, completion: Completion, vocab_size: int) -> Completion:
-        try:
-            self._pack_completions([completion], vocab_size)
-        except Exception as error:  # noqa: BLE001 - as above
-            cause = EvaluationError(
-                f"the result cannot be returned from {self._process}: {describe_error(error)}"
-            )
-            return Completion(completion.query_id, error=cause)
-        return completion
-
-    def _pack_completions(
-        self, completions: Sequence[Completion], vocab_size: int
-    ) -> PackedCompletions:
         ids: list[tuple[int, bool]] = []  # with `is_checked`
         counts: list[int] = []  # number of values of each `Reduced`, or `_SINGLE`
         values: list[Any] = []
@@ -311,6 +292,8 @@ def _is_row(value: object, vocab_size: int) -> bool:
         isinstance(value, torch.Tensor)
         and value.dtype == torch.float32
         and value.shape == (vocab_size,)
+        and value.layout == torch.strided
+        and not value.is_meta
     )
 
 

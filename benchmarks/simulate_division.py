@@ -6,8 +6,8 @@ A population of which all members have one prompt is extended by a random token 
 and resampled systematically every few steps with weights of a given variance. The time of a
 step is that of the replica with most work: a row is 1, a token that it computes again 0.25. The
 speed is the number of rows over this time, in multiples of one replica. Contestants: sequences
-are moved to other replicas when the excess of rows has reached the cost, or at every step with
-an excess.
+are moved to other replicas when the excess of rows has reached the cost, or only an eighth of
+an equal share, as if tokens cost nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = ((2, 200), (2, 1000), (8, 1000), (8, 4000), (32, 10_000))
 RESAMPLING = ((1, 0.5), (4, 1.0), (16, 2.0))
 """Steps between resamplings, and the exponent of exponentially distributed weights."""
 
-POLICIES = {"by cost": TOKEN_COST, "at every step": 0.0}
+POLICIES = {"by cost": TOKEN_COST, "without cost": 0.0}
 """Cost of a token for the decision to move sequences."""
 
 

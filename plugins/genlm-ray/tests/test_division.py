@@ -125,6 +125,16 @@ def test_extensions_stay_with_their_parts_until_the_excess_has_reached_the_cost(
 
 
 @pytest.mark.usefixtures("small_parts")
+def test_an_excess_is_small_in_relation_to_an_equal_share():
+    generation = _prompts(*[1] * 48)
+    _divide(generation, 3)
+    generation = _extend(generation, [*range(16), *range(17, 32), *range(32, 47), 0, 1])
+    # 18 of 48 rows are in a part, 2 more than an equal share, an eighth of which is 2, too.
+    divided = _divide(generation, 3)
+    assert np.bincount(divided.part_of).tolist() == [16, 16, 16]
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_rows_of_finished_members_and_of_other_populations_do_not_count():
     generation = _prompts(19, 19, 19, 19)
     _divide(generation)

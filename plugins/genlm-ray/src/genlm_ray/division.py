@@ -132,7 +132,7 @@ def _balanced(
     room = share - (int(rows.min()) if len(used) >= count else 0)
     moved = np.sort(np.concatenate(above))[:room]  # to the replica with most room
     cost = _moving_cost(generation.lineage, moved, excess)
-    if excess < max(cost, len(wanted) // 16):
+    if excess < max(cost, share // 8):  # a small excess is not worth it
         return replace(division, excess=excess)
     return _new_division(generation, wanted, sessions, count)
 

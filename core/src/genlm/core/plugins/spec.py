@@ -21,7 +21,7 @@ PROJECT = "genlm"
 API_VERSION = 1
 """Version of the plugin interface that this core implements."""
 
-TESTED = {"torch": ("2.7.0", "2.13.0", "2.14.1", "2.15.0")}
+TESTED = {"torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0")}
 """Tested versions of genlm-core; see `BackendSpec.tested`."""
 
 Kind = Literal["engine", "trie"]

@@ -33,7 +33,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from genlm.core.base.blocking import wait_for
-from genlm.core.base.error_handling import free_locals
 from genlm.core.base.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -426,7 +425,6 @@ class Worker:
         try:
             completed = step_engine(engine, self._table.in_engine)
         except Exception as error:  # noqa: BLE001 - fails every query in the engine
-            free_locals(error)
             with self._lock:
                 evaluations = list(self._table.in_engine.values())
             self._abort(engine, [evaluation.query.query_id for evaluation in evaluations])

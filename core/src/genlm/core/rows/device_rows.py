@@ -104,9 +104,9 @@ def draw_on_device(
                 **blocks.constants, BLOCKS=1 << (n_blocks - 1).bit_length(),
             )  # fmt: skip
     logprobs, log_mass, draw_logprob = columns
-    if weights is not None:
+    if weights is not None and not blocks.constants["BIASED"]:
         unrestricted = None if weights.masks is None else weights.masks.unrestricted
-        if unrestricted is not None and not blocks.constants["BIASED"]:
+        if unrestricted is not None:
             log_mass.masked_fill_(moved(unrestricted, device)[places], 0.0)
         _, offset = weights.device_biases(device)
         if offset is not None:

@@ -57,6 +57,21 @@ def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> No
                 HFEngine.from_model(llama, tokenizer, **{name: value})
 
 
+@pytest.mark.parametrize("path", [None, "packed", "slot_cache", "padded"])
+@pytest.mark.parametrize("positions", [1, 2])
+def test_models_of_few_positions_are_served_by_every_path(
+    positions: int, path: str | None, tokenizer: Any
+) -> None:
+    model_type, settings = FAMILIES["gpt2"]
+    model = build_model(model_type, **settings | {"max_position_embeddings": positions})
+    engine = HFEngine.from_model(model, tokenizer, execution_path=path)
+    assert engine.max_context == positions
+    assert engine.statistics()["execution_path"] == (path or "packed")
+    sequences = ids_of_lengths(*range(1, positions + 1))
+    for ids, row in zip(sequences, answers(engine, sequences), strict=True):
+        assert (row - alone(model, ids)).abs().max() <= 1e-5
+
+
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     records = [r for r in caplog.records if r.name == "genlm_hf"]
     return [r.getMessage() for r in records if r.levelno >= logging.WARNING]

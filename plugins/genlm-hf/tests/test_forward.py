@@ -82,6 +82,22 @@ def test_forwards_of_older_signatures_are_called_with_what_they_take(llama: Any)
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 
 
+def test_a_model_that_flattens_its_states_is_right_too(llama: Any) -> None:
+    class Flat(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            states = llama.model(input_ids, attention_mask=attention_mask)[0]
+            logits = llama.lm_head(states.flatten(0, 1))
+            return SimpleNamespace(logits=logits.view(*input_ids.shape, -1))
+
+        def get_output_embeddings(self) -> Any:
+            return llama.lm_head
+
+    sequences = ids_of_lengths(9, 4, 23)
+    logits = next_logits(Flat(), sequences)
+    for ids, row in zip(sequences, logits):
+        assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
 def test_steps_read_no_signatures(
     llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from typing import Any
 
@@ -16,6 +17,7 @@ from genlm import Completion, Query, TokenScores
 from genlm.core.engine.halving import UnfinishedError
 from genlm.core.queries.query import GroupQuery
 from genlm.core.queries.sequence import TokenSequence
+from genlm.prefix import ForwardResult, TokenBatch
 
 from .test_populations import Engine, Members, check
 from .test_rows import expected, text
@@ -238,6 +240,30 @@ def test_a_cleared_cache_restarts_a_long_context(
     traffic.engine.path.clear() if by_path else traffic.engine.clear_prefix_cache()
     traffic.row(long(0)[:3])
     assert len(traffic.finish()) == 1 + 3  # three tokens are cached
+
+
+def test_scores_from_before_the_cache_was_cleared_are_not_used() -> None:
+    engine = serve()
+    query, forward = scored(long(0), 1), engine.path.forward
+    engine.submit(query)
+    assert engine.step() == []
+
+    def changed(batch: TokenBatch) -> ForwardResult:
+        result = forward(batch)
+        return dataclasses.replace(result, logits=-result.logits)
+
+    engine.path.forward = changed  # new weights
+    engine.clear_prefix_cache()
+    while not (completions := engine.step()):
+        pass
+    [completion] = completions
+    ids = query.sequence.token_ids
+    rows = [(-expected(None, ids[:end])).log_softmax(0) for end in range(1, len(ids) + 1)]
+    right = [row[target] for row, target in zip(rows, query.targets, strict=True)]
+    assert isinstance(completion.result, TokenScores)
+    torch.testing.assert_close(
+        completion.result.logprobs, torch.stack(right), rtol=0, atol=1e-6
+    )
 
 
 def test_requests_do_not_evict_the_computed_part_of_a_long_context() -> None:

@@ -227,6 +227,29 @@ def test_the_version_changes_with_the_weights_of_the_model_and_of_the_adapter(
     assert llm.weights_version() == base
 
 
+def test_results_of_an_update_are_cached_until_the_weights_change(
+    make_model: MakeModel,
+) -> None:
+    class WatchedEngine(TrainedEngine):
+        def weights_version(self) -> int:
+            return self.n
+
+    engine = WatchedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    for n in (1, 2):
+        llm.update_weights(weights(n))
+        assert_current(llm, n, [1], [2])
+        before = llm.statistics()
+        assert_current(llm, n, [1], [2])
+        assert (llm.statistics() - before).cache_hits == 4
+        version = llm.weights_version()
+        assert llm.weights_version() == version
+    llm.update_weights(weights(3))
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], 3))
+    engine.n = 4  # before the cached row is looked up
+    assert_current(llm, 4, [1])
+
+
 def test_an_engine_that_fails_during_an_update_is_closed(make_model: MakeModel) -> None:
     engine = TrainedEngine(VOCAB_SIZE)
     llm = make_model(engine)

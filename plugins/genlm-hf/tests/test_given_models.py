@@ -130,6 +130,16 @@ def test_a_model_that_changes_its_weights_with_its_mode_is_served(
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
 
 
+def test_a_model_is_in_evaluation_mode_until_it_is_closed(llama: Any, tokenizer: Any) -> None:
+    llama.train()
+    llama.model.layers[0].eval()  # frozen by the caller
+    modes = [module.training for module in llama.modules()]
+    engine = HFEngine.from_model(llama, tokenizer)
+    assert not any(module.training for module in llama.modules())
+    engine.close()
+    assert [module.training for module in llama.modules()] == modes
+
+
 def test_a_model_that_cannot_be_served_keeps_its_training_mode(llama: Any) -> None:
     llama.train()
     with pytest.raises(VocabularyError):

@@ -222,6 +222,16 @@ def test_an_update_prepacks_weights_again(tokenizer: Any) -> None:
         assert llm.statistics().engine["prepacked_bytes"] > 0
 
 
+def test_new_weights_are_not_prepacked_without_the_option(tokenizer: Any) -> None:
+    settings = llama_settings(hidden_size=256, intermediate_size=512)
+    wide_llama = build_model("llama", **settings)
+    with genlm.load_model(wide_llama, "hf", tokenizer=tokenizer, prepack=False) as llm:
+        llm.update_weights()
+        step(wide_llama, SGD)
+        llm.next_token_logprobs_sync(IDS)
+        assert llm.statistics().engine["prepacked_bytes"] == 0
+
+
 def test_layers_of_peft_that_were_inserted_later_are_followed_after_an_update(
     llama: Any, tokenizer: Any
 ) -> None:
@@ -276,6 +286,33 @@ def test_steps_of_other_models_keep_cached_results(llama: Any, tokenizer: Any) -
         counts = llm.statistics() - before
     assert counts.cache_hits == 1
     assert counts.engine["tokens_computed"] == 1
+
+
+def test_an_optimizer_of_some_parameters_changes_the_weights(
+    llama: Any, tokenizer: Any
+) -> None:
+    weight = llama.model.layers[0].mlp.up_proj.weight
+    weight.grad = torch.sign(weight.detach())
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        llm.next_token_logprobs_sync(IDS)
+        before = alone(llama, IDS)
+        AdamW([weight], lr=0.1, fused=True).step()
+        assert (alone(llama, IDS) - before).abs().max() > 1e-2
+        row = llm.next_token_logprobs_sync(IDS)
+        torch.testing.assert_close(row, alone(llama, IDS, len(row)), atol=1e-4, rtol=0)
+
+
+def test_results_of_new_weights_are_cached(llama: Any, tokenizer: Any) -> None:
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer) as llm:
+        for change in (lambda: None, lambda: step(llama, SGD), llm.update_weights):
+            change()
+            llm.next_token_logprobs_sync(IDS)
+            before = llm.statistics()
+            llm.next_token_logprobs_sync(IDS)
+            llm.next_token_logprobs_sync([*IDS, 7])
+            counts = llm.statistics() - before
+            assert counts.cache_hits == 1
+            assert counts.engine["tokens_computed"] == 1
 
 
 def test_adapters_loaded_and_unloaded_keep_cached_results(

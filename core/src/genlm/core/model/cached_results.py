@@ -88,14 +88,15 @@ class CachedResults:
 
     def change_weights(self) -> None:
         """Count a change of the weights, and drop the results of the earlier weights."""
-        self._weight_changes += 1
-        self.drop()
+        try:
+            self._version = self._engine_version()
+        finally:
+            self._weight_changes += 1
+            self.drop()
 
     def weight_changes(self) -> int:
         """Count the changes of the weights so far, also those that the engine detects."""
-        version = self._engine_version()
-        if version != self._version:
-            self._version = version
+        if self._engine_version() != self._version:
             self.change_weights()
         return self._weight_changes
 

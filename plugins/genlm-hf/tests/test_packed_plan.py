@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -16,14 +17,20 @@ from genlm_hf.packed.plan import QueryGroup, SharedLengths, plan_pass
 Sequence = tuple[int, ...]
 
 
-def grown(*sequences: Sequence) -> Several[QueryGroup]:
-    """The groups of a pass over the last tokens of sequences, which are all cached."""
+def grown(*sequences: Sequence, trunk: int = 0) -> Several[QueryGroup]:
+    """The groups of a pass over the last tokens of sequences, which are all cached.
+
+    The first `trunk` tokens of all sequences are equal, and their slots are the trunk.
+    """
     tree = PrefixTree(100_000)
     for ids in sequences:
         tree.insert(None, TokenSequence.of(ids))
     tree.commit()
     nodes = [tree.insert(None, TokenSequence.of(ids)) for ids in sequences]
-    plan = plan_pass(TokenBatch.of_tree(tree, None, sequences, nodes), SharedLengths())
+    batch = TokenBatch.of_tree(tree, None, sequences, nodes)
+    slots = batch.slots[0, :trunk].astype(np.int64), batch.slots[:, trunk:]
+    batch = dataclasses.replace(batch, trunk=slots[0], slots=slots[1])
+    plan = plan_pass(batch, SharedLengths())
     suffixes: list[tuple[QueryGroup, Any]] = [
         (group, suffix) for group in plan.groups for suffix in group.suffixes
     ]
@@ -44,12 +51,15 @@ def test_prefix_and_suffix_of_a_token_are_its_past(sequences: set[Sequence]) -> 
     # Each digit stands for 60 tokens, so that sharing pays.
     long = [tuple(np.repeat(ids, 60).tolist()) for ids in sequences]
     grown(*long)
+    for trunk in (1, 30):
+        grown(*((*[2] * trunk, *ids) for ids in long), trunk=trunk)
 
 
 def test_particles_share_their_prompt_as_one_prefix() -> None:
-    [group] = grown(*((*range(64), 1, i) for i in range(50)))
-    assert len(group.prefix) == 65
-    assert group.suffixes.shape == (50, 1)
+    for trunk in (0, 10, 65):
+        [group] = grown(*((*range(64), 1, i) for i in range(50)), trunk=trunk)
+        assert len(group.prefix) == 65
+        assert group.suffixes.shape == (50, 1)
 
 
 def test_groups_bound_the_scores_of_their_prefix() -> None:

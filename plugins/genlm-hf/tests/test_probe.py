@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,24 @@ def test_sampled_ids_are_distinct_and_can_be_embedded(tokenizer: Any) -> None:
     assert sample_ids(tokenizer, 5, None) == [i % 5 for i in range(9)]
     assert len(sample_ids(tokenizer, VOCAB_SIZE, 3)) == 3
     assert torch.tensor(ids).max() < VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("encoded", "limit", "ids"),
+    [
+        ([9, 1, 2, 3, 4, 9, 5], 9, [1, 2, 3, 4, 5]),  # without ids that have no embedding
+        ([9, 1, 2, 3, 9], 10, [9, 1, 2, 3, 9]),
+        ([9, 1, 2, 3, 9], 9, [0, 1, 2, 3, 4, 5, 6, 7, 8]),  # too few different ones
+        ([1, 2, 1, 2, 3], 4, [0, 1, 2, 3, 0, 1, 2, 3, 0]),
+        ([*range(20)], 20, [*range(9)]),
+    ],
+)
+def test_sampled_ids_are_those_of_a_text_if_it_has_several(
+    encoded: list[int], limit: int, ids: list[int]
+) -> None:
+    for result in (encoded, SimpleNamespace(ids=encoded)):  # of transformers and of tokenizers
+        tokenizer = SimpleNamespace(encode=lambda _, result=result: result)
+        assert sample_ids(tokenizer, limit, None) == ids
 
 
 def test_a_model_that_needs_more_than_token_ids_is_refused_when_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 
 from genlm.plugin import context_window
-from genlm_hf.served_model import embedding_rows, input_device
+from genlm_hf.served_model import embedding_rows, input_device, is_offloaded
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -92,3 +93,33 @@ def test_the_longest_context_that_is_admitted_can_be_computed(
 def test_embedding_rows_and_device_come_from_the_model(llama: Any) -> None:
     assert embedding_rows(llama) == 320
     assert input_device(llama) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("embedding", "rows"),
+    [
+        (torch.nn.Embedding(7, 3), 7),
+        (SimpleNamespace(num_embeddings=7, weight=torch.empty(12, 1)), 7),  # packed weights
+        (SimpleNamespace(weight=torch.empty(7, 3)), 7),
+        (SimpleNamespace(num_embeddings=None, weight=torch.empty(7, 3)), 7),
+        (SimpleNamespace(weight=torch.empty(21)), None),
+        (SimpleNamespace(weight=None), None),
+        (SimpleNamespace(), None),
+    ],
+)
+def test_rows_of_an_embedding_are_unknown_without_a_number_or_a_matrix(
+    embedding: Any, rows: int | None
+) -> None:
+    assert embedding_rows(SimpleNamespace(get_input_embeddings=lambda: embedding)) == rows
+
+
+@pytest.mark.parametrize("offloaded", ["embedding", "head", None])
+def test_inputs_of_a_model_with_an_offloaded_embedding_are_on_the_cpu(
+    offloaded: str | None, llama: Any
+) -> None:
+    if offloaded == "embedding":
+        llama.model.embed_tokens.to("meta")
+    elif offloaded == "head":
+        llama.lm_head.to("meta")
+    assert input_device(llama) == torch.device("cpu")
+    assert is_offloaded(llama) == (offloaded is not None)

@@ -14,6 +14,7 @@ from genlm.prefix import SCRATCH_SLOT, Paths, PrefixTree, TokenBatch
 from genlm_hf.packed.plan import PackedPlan, SharedLengths, plan_pass
 from genlm_hf.packed.work_items import (
     FIELDS,
+    StepSize,
     WorkItems,
     flattened,
     graph_size,
@@ -140,10 +141,32 @@ def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "padded"),
-    [(1, 8), (9, 16), (50, 64), (65, 72), (200, 208), (513, 576), (1000, 1024)],
+    [
+        (1, 8),
+        (8, 8),
+        (9, 16),
+        (16, 16),
+        (50, 64),
+        (64, 64),
+        (65, 72),
+        (200, 208),
+        (513, 576),
+        (1000, 1024),
+    ],
 )
 def test_tokens_are_padded_little(tokens: int, padded: int) -> None:
     assert graph_size(tokens, 16).tokens == padded
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "suffixes", "fit"), [(3, 5, True), (4, 5, False), (3, 6, False), (0, 0, True)]
+)
+def test_items_fit_if_there_is_room_for_those_of_prefixes_and_of_suffixes(
+    prefixes: int, suffixes: int, fit: bool
+) -> None:
+    items = [np.zeros((count, FIELDS), np.int64) for count in (prefixes, suffixes)]
+    size = StepSize(tokens=8, prefix_items=3, suffix_items=5, tile=4)
+    assert WorkItems(*items, np.empty(0, np.int64)).fit(size) == fit
 
 
 @pytest.mark.parametrize("tile", [1, 4, 16])

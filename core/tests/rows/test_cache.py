@@ -13,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genlm import Mask
 from genlm.core.rows.output_cache import OutputCache
+from genlm.core.rows.reductions import LogMass, TokenLogprobs, TopK
 
 ROW_BYTES = 4 * 4
 
@@ -201,6 +203,19 @@ def test_the_token_ids_of_keys_count_as_well() -> None:
     assert cache.nbytes == 2 * (ROW_BYTES + 8), "too large alone, so nobody left for it"
     cache.put(b"x" * 16, row_of(1))
     assert cache.nbytes == ROW_BYTES + 16
+
+
+def test_reductions_in_keys_count_as_well() -> None:
+    cache, model = OutputCache(10), object()
+    row_key = (model, None, b"12345678")
+    mask = Mask([1, 2], 64)
+    for count, reduction in enumerate((LogMass(mask), TopK(2), TokenLogprobs((1, 2, 3))), 1):
+        before = cache.nbytes
+        cache.put((row_key, reduction), torch.zeros(3))
+        assert cache.nbytes - before == 12 + 8 + getattr(reduction, "nbytes", 0)
+        assert len(cache) == count
+    assert LogMass(mask).nbytes == mask.nbytes == 8
+    assert TokenLogprobs((1, 2, 3)).nbytes == 3 * TokenLogprobs((1,)).nbytes > 0
 
 
 @pytest.mark.parametrize(

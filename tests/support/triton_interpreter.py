@@ -30,10 +30,15 @@ def passed_in_the_interpreter(tests: Path) -> int:
     Triton decides at its import whether it interprets, so that needs a process of its own.
     """
     command = [sys.executable, "-c", PYTEST, "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    # numpy stands in for the GPU there, and warns of infinities and nan.
-    numpy_warns = ["-W", "ignore::RuntimeWarning:triton.runtime.interpreter"]
+    # numpy stands in for the GPU there, and warns of infinities and nan, and of Triton 3.6.
+    warnings = ("RuntimeWarning", "DeprecationWarning")
+    ignored = [
+        word
+        for kind in warnings
+        for word in ("-W", f"ignore::{kind}:triton.runtime.interpreter")
+    ]
     done = run_program(
-        *(*command, *numpy_warns, tests),
+        *(*command, *ignored, tests),
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     )

@@ -7,9 +7,11 @@ NVIDIA's GPUs a thread keeps the values of half-precision models in registers.
 from __future__ import annotations
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("triton")
 
+import triton
 from triton_compiler import NVIDIA_AND_AMD, compiled, stack_bytes
 
 from genlm_hf.packed import kernels
@@ -22,6 +24,8 @@ SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
 SHARED = {"PER_HEAD": 4, "QUERIES": 16, "HEADS": 4, "ROWS": 64}
 OWN = {"PER_HEAD": 4, "QUERIES": 1, "HEADS": 4, "ROWS": 16}
 
+# Triton 3.7 stores up to four scalars of a thread, Triton 3.6 more on sm_80.
+STORED_BYTES = 16 if Version(triton.__version__) >= Version("3.7") else 272
 
 KERNELS = [
     ("bf16", 64, SHARED, {}),
@@ -57,8 +61,8 @@ def test_attention_compiles(monkeypatch, tmp_path, dtype, width, rows, features,
     target = NVIDIA_AND_AMD[name]
     kernel = compiled(kernels.attend, target, kinds, constants | rows | features)
     if target[0] == "cuda" and dtype != "fp32":
-        # Triton 3.7 stores up to four scalars of a thread; tiles would be kilobytes.
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 16
+        # Tiles would be kilobytes.
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= STORED_BYTES
         assert kernel.metadata.shared <= 2**16  # all GPUs of these architectures have more
 
 

@@ -63,7 +63,7 @@ def write(llama: TinyModel, tmp_path: Path) -> Callable[..., Path]:
 def merged(llama: TinyModel, folder: Path) -> Callable[[Any], torch.Tensor]:
     """transformers' rows with the adapter's products added to its weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama.path, dtype=torch.float32)
-    weights = mx.load(str(folder / "adapters.safetensors"))
+    weights = loaded(folder / "adapters.safetensors")
     scale = json.loads((folder / "adapter_config.json").read_text())["lora_parameters"]["scale"]
     with torch.no_grad():
         for path in {key.rpartition(".")[0] for key in weights}:
@@ -150,21 +150,26 @@ def change_settings(folder: Path, **changed: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
+def loaded(file: Path) -> dict[str, mx.array]:
+    """Arrays of a file, read at once, so that the file can be replaced."""
+    weights = mx.load(str(file))
+    mx.eval(weights)
+    return weights
+
+
 def test_what_does_not_fit_leaves_the_engine_as_it_was(
     engine: MLXEngine, llama: TinyModel, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     wide = write("wide")
-    weights = mx.load(str(wide / "adapters.safetensors"))
+    weights = loaded(wide / "adapters.safetensors")
     weights = {path: mx.concatenate([array, array]) for path, array in weights.items()}
-    mx.eval(weights)  # arrays are read from the file when they are computed
     mx.save_safetensors(str(wide / "adapters.safetensors"), weights)
     deeper = write("deeper")
-    weights = mx.load(str(deeper / "adapters.safetensors"))
+    weights = loaded(deeper / "adapters.safetensors")
     weights = {path.replace("layers.1", "layers.7"): weight for path, weight in weights.items()}
-    mx.eval(weights)
     mx.save_safetensors(str(deeper / "adapters.safetensors"), weights)
     partial = write("partial")
-    weights = mx.load(str(partial / "adapters.safetensors"))
+    weights = loaded(partial / "adapters.safetensors")
     weights.pop("model.layers.1.mlp.down_proj.lora_a")
     mx.save_safetensors(str(partial / "adapters.safetensors"), weights)
     full, broken, unset = write("full"), write("broken"), write("unset")
@@ -180,7 +185,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     change_settings(dora, use_dora=True)
     change_settings(other, peft_type="IA3")
     change_settings(ranks, r=6)
-    peft_weights = mx.load(str(elsewhere / "adapter_model.safetensors"))
+    peft_weights = loaded(elsewhere / "adapter_model.safetensors")
     moved = {key.replace("layers.1", "layers.7"): array for key, array in peft_weights.items()}
     mx.save_safetensors(str(elsewhere / "adapter_model.safetensors"), moved)
     for folder, message in (

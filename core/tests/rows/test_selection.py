@@ -126,6 +126,20 @@ def test_weights_outside_the_limits_are_0_and_others_as_they_were(
         assert limited == [value if i in ids else 0.0 for i, value in enumerate(row)]
 
 
+def test_limits_apply_if_any_of_them_may_exclude_a_token() -> None:
+    limits = {
+        Truncation(): False,
+        Truncation(10): False,
+        Truncation(9): True,
+        Truncation(top_p=0.99): True,
+        Truncation(min_p=0.01): True,
+        Truncation(10, 1.0, 0.0): False,
+    }
+    for limit, applies in limits.items():
+        assert limit.applies(10) == applies
+    assert Truncation.of_rows([*limits]).applies(10).tolist() == [*limits.values()]
+
+
 @pytest.mark.parametrize("top_k", [4, 3])
 def test_no_token_is_added_to_those_that_have_the_share_exactly(top_k: int) -> None:
     weights = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.0, 0.5, 0.5, 1.0], [0.25] * 4])

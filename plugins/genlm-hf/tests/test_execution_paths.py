@@ -246,6 +246,8 @@ def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
         masking_utils.and_masks(causal, chunks),
         masking_utils.bidirectional_mask_function,
         lambda batch, head, query, key: (key <= query) & (key % 2 == 0),
+        # As many tokens as in a window of 8, but one of them is the first of the sequence.
+        lambda batch, head, query, key: (key <= query) & ((query - key < 7) | (key == 0)),
         lambda batch, head, query, key: torch.zeros(3)[key],
     ):
         with pytest.raises(UnsupportedMaskError):

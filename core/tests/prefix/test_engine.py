@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,15 @@ def test_statistics_outlive_the_engine() -> None:
     assert engine.statistics()["execution_path"] == "tree"
 
 
+def test_an_error_of_statistics_is_not_that_of_a_closed_engine() -> None:
+    class Wrong(Engine):
+        def model_statistics(self) -> Mapping[str, int | float | str]:
+            raise AttributeError("no dtype")
+
+    with pytest.raises(AttributeError, match="no dtype"):
+        Wrong().statistics()
+
+
 def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
     engine = Engine()
     assert Capability.SCORE in engine.capabilities
@@ -272,5 +281,53 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
 def test_scores_are_refused_where_the_model_lacks_them() -> None:
     engine = Engine(hints={Capability.SCORE: "its hidden states cannot be read"})
     assert Capability.SCORE not in engine.capabilities
-    with pytest.raises(UnsupportedCapabilityError, match="hidden states cannot be read"):
+    with pytest.raises(UnsupportedCapabilityError, match=r"'toy' .*; its hidden states"):
         engine.submit(Query(0, (1, 2), targets=(3,)))
+    engine.submit(Query(1, (1, 2)))
+    assert [completion.query_id for completion in engine.step()] == [1]
+
+
+def test_new_weights_free_all_cached_tokens() -> None:
+    engine, loaded = Engine(), []
+    with pytest.raises(UnsupportedCapabilityError):
+        engine.update_weights({"n": 1})
+
+    def load(weights: Mapping[str, Any]) -> None:
+        loaded.append(weights)
+        if "n" not in weights:
+            raise ValueError("n is missing")
+
+    engine.serve(engine._choice, engine.loaded, embedding_rows=SIZE, load_weights=load)
+    assert Capability.WEIGHTS in engine.capabilities
+    for weights in ({"n": 1}, None, {}):
+        engine.cache_prefix((1, 2, 3), None)
+        with pytest.raises(ValueError, match="missing") if weights == {} else nullcontext():
+            engine.update_weights(weights)
+        assert engine.statistics()["kv_tokens"] == 0
+    assert loaded == [{"n": 1}, {}]
+    engine.serve(
+        engine._choice,
+        embedding_rows=SIZE,
+        hints={Capability.WEIGHTS: "it is offloaded"},
+        load_weights=load,
+    )
+    with pytest.raises(UnsupportedCapabilityError, match="it is offloaded"):
+        engine.update_weights(None)
+
+
+def test_ids_of_queries_that_no_model_has_checked_are_checked() -> None:
+    engine = Engine()
+    engine.serve(engine._choice, embedding_rows=SIZE)  # embeds all ids
+    with pytest.raises(TokenIdError):
+        engine.submit(Query(0, (1, SIZE)))
+    engine.submit(Query(1, (1, SIZE - 1)))
+
+
+def test_an_engine_without_a_cache_has_no_state_of_populations() -> None:
+    engine = Engine(execution_path="alone")
+    assert engine.scored_columns == 0
+    assert Capability.PREFIX_CACHE not in engine.capabilities
+    engine.release_context(None, b"key")
+    for call in (engine.clear_prefix_cache, lambda: engine.cache_prefix((1, 2), None)):
+        with pytest.raises(UnsupportedCapabilityError, match=r"no cache \(requested\)"):
+            call()

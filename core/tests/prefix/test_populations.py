@@ -1022,6 +1022,17 @@ def test_an_engine_without_a_cache_computes_populations_that_are_pending_togethe
     for completion in completions:
         assert not populations[completion.query_id].check(completion.result, [0, 1]).errors
     assert not engine.defers([population.query([0]) for population in populations])
+    engine.keep_sequences(populations[0].generation)
+
+
+def test_tokens_of_each_sequence_of_a_population_are_counted() -> None:
+    engine, evaluated = Engine(500), 0
+    population = Members([(1, 2, 0)] * 3)
+    for tokens in ([(0,), (1,), (1,)], [(1, 2), (-1, -1), (2, -1)], [(0,)] * 3):
+        assert not population.ask(engine).errors
+        evaluated += sum(map(len, set(population.ids)))
+        assert engine.statistics()["tokens_evaluated"] == evaluated
+        population.extend(tokens)
 
 
 def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:

@@ -193,6 +193,12 @@ def test_a_text_longer_than_a_pass_takes_several_of_its_own() -> None:
     assert used(rows, "tokens_computed") == 35 + 4
 
 
+def test_a_text_that_does_not_fit_is_counted_and_computed_without_the_cache() -> None:
+    rows, _ = serve(20)
+    assert_right(rows, [scored(text(12, 0)), scored(text(30, 1), 4), scored(text(9, 2))])
+    assert used(rows, "contexts_without_cache") == 1
+
+
 def test_a_pass_has_no_more_tokens_than_results() -> None:
     rows, model = serve(500, max_rows=8)
     assert_right(rows, [scored(text(30, 0)), scored(text(9, 1))])

@@ -197,7 +197,7 @@ def _lowest(needed: Sequence[str], python: str) -> list[str]:
         [*resolve, "--resolution", "lowest-direct", "--python", python, "-"],
         input="\n".join(needed), check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return done.stdout.split("\n")
+    return done.stdout.splitlines()
 
 
 def _projects() -> list[Mapping[str, object]]:

@@ -66,6 +66,19 @@ def test_the_oldest_releases_are_limited_by_the_packages_and_not_by_the_tests():
     assert "ruff==0.17.5" in needed
 
 
+def test_the_lowest_versions_are_those_that_uv_resolves(monkeypatch):
+    inputs = []
+
+    def run(command, **options):
+        inputs.append(options.get("input"))
+        return subprocess.CompletedProcess(command, 0, stdout="mlx==0.30.0\ntorch==2.7.0\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = releases._lowest(["mlx>=0.30,<0.33", "torch>=2.7"], "python")
+    assert found == ["mlx==0.30.0", "torch==2.7.0"]
+    assert inputs == [None, "mlx>=0.30,<0.33\ntorch>=2.7"]
+
+
 def test_every_requirement_of_a_package_has_a_lowest_version():
     folders = [*REPOSITORY.glob("core"), *REPOSITORY.glob("plugins/*")]
     projects = [

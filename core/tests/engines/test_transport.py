@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core.rows.group_reductions import SharedReduction
 from genlm.core.rows.masks import Mask
 from genlm.core.rows.reductions import Draw, DrawnToken, TopK, TopTokens
 from genlm.core.rows.row_functions import ReductionOfFunction
+from genlm.core.rows.shared_reduction import SharedReduction
 from genlm.plugin import (
     Completion,
     EvaluationError,

@@ -20,13 +20,13 @@ from genlm.core.rows.group_reductions import (
     DrawLogprobColumns,
     MassColumns,
     ScoreColumns,
-    SharedReduction,
     TokenColumns,
     TopColumns,
 )
 from genlm.core.rows.reductions import TopK
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.shared_reduction import SharedReduction
 from genlm.core.rows.truncation import Truncation
 from genlm.plugin import (
     Generation,

@@ -16,7 +16,6 @@ from genlm.core.rows.group_reductions import (
     MassColumns,
     Rows,
     ScoreColumns,
-    SharedReduction,
     TokenColumns,
     TopColumns,
 )
@@ -25,6 +24,7 @@ from genlm.core.rows.reductions import TopK
 from genlm.core.rows.row_functions import ColumnsOfFunction
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
+from genlm.core.rows.shared_reduction import SharedReduction
 
 COUNT, SIZE = 12, 50
 MEMBERS = np.array([1, 4, 5, 9, 11])

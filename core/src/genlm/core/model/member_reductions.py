@@ -21,12 +21,12 @@ from genlm.core.rows.group_reductions import (
     Rows,
     TokenColumns,
     TopColumns,
-    checked_reduction,
 )
 from genlm.core.rows.reductions import TopTokens
 from genlm.core.rows.row_functions import RowFunction
 from genlm.core.rows.row_masks import MasksLike
 from genlm.core.rows.row_weights import check_log_masses
+from genlm.core.rows.shared_reduction import checked_reduction
 
 
 class MemberReductions(Members):

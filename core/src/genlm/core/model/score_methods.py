@@ -27,8 +27,8 @@ from genlm.core.model.context import Context, TokenBatch, TokenIds
 from genlm.core.model.requests import Item, Requests
 from genlm.core.queries.query import GroupReduction, Reduction, TokenScores
 from genlm.core.queries.sequence import TokenSequence
-from genlm.core.rows.group_reductions import checked_reduction
 from genlm.core.rows.row_functions import RowFunction
+from genlm.core.rows.shared_reduction import checked_reduction
 
 _SHOWN_AFTER = 256
 """Number of requests after which a progress bar shows their progress."""

@@ -74,6 +74,7 @@ class Model:
         is_same_row = np.diff(batch.rows) == 0  # the tokens of a row are one after another
         assert len(order) - is_same_row.sum() == len(np.unique(batch.rows))
         assert (np.diff(batch.positions)[is_same_row] > 0).all()
+        assert (batch.positions >= len(batch.trunk)).all()
         if self.by_stages:
             order = np.concatenate([stage.tokens for stage in batch.stages()])
         for index in order.tolist():

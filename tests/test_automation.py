@@ -19,7 +19,7 @@ TEMPLATES = sorted(
     set(GITHUB.glob("ISSUE_TEMPLATE/*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
 )
 MAKEFILE = (REPOSITORY / "Makefile").read_text("utf-8")
-TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+TARGETS = set(" ".join(re.findall(r"^([a-z -]+):", MAKEFILE, re.MULTILINE)).split())
 release = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "scripts" / "check_release.py")))
 
 

@@ -21,6 +21,6 @@ def genlm_backends() -> Iterator[BackendSpec]:
         tested={
             "transformers": ("5.17.0", "5.19.0", "5.23.0", "5.24.0"),
             "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
-            "peft": ("0.21.2",),
+            "peft": ("0.21.0", "0.21.2"),
         },
     )

@@ -19,5 +19,8 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("xllamacpp",),
         install="pip install xllamacpp==2026.10.11549",
         conformance="genlm_llamacpp.conformance:targets",
-        tested={"xllamacpp": ("2026.10.11549",), "torch": ("2.13.0", "2.14.1", "2.15.0")},
+        tested={
+            "xllamacpp": ("2026.10.11549",),
+            "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
+        },
     )

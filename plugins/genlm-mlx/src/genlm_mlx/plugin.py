@@ -20,9 +20,9 @@ def genlm_backends() -> Iterator[BackendSpec]:
         install="pip install mlx-lm (on Linux 'mlx-lm[cpu]' or 'mlx-lm[cuda13]')",
         conformance="genlm_mlx.conformance:targets",
         tested={
-            "mlx": ("0.32.4",),
+            "mlx": ("0.32.2", "0.32.4"),
             "mlx-lm": ("0.31.3", "0.32.2"),
             "transformers": ("5.19.0", "5.23.0", "5.24.0"),
-            "torch": ("2.13.0", "2.15.0"),
+            "torch": ("2.11.0", "2.13.0", "2.15.0"),
         },
     )

@@ -18,5 +18,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         capabilities=("lora", "prefix_cache", "score"),
         requires=("ray",),
         conformance="genlm_ray.conformance:targets",
-        tested={"ray": ("2.60.0",), "torch": ("2.13.0", "2.15.0")},
+        tested={"ray": ("2.60.0",), "torch": ("2.11.0", "2.13.0", "2.15.0")},
     )

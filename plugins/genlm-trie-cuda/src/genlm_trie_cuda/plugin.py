@@ -18,5 +18,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
             summary="Token trie on the GPU in Triton; torch or numpy elsewhere",
             requires=("torch",),
             conformance="genlm_trie_cuda.conformance:targets",
-            tested={"torch": ("2.13.0", "2.15.0")},
+            tested={"torch": ("2.11.0", "2.13.0", "2.15.0")},
         )

@@ -18,6 +18,7 @@ from genlm.core.rows import draws
 from genlm.core.rows import logits as rows_module
 from genlm.core.rows.draws import DrawnTokens
 from genlm.core.rows.group_reductions import DrawColumns, MassColumns
+from genlm.core.rows.row_biases import checked_biases
 from genlm.core.rows.row_masks import RowMasks
 from genlm.core.rows.row_weights import RowWeights
 from genlm.core.rows.sampling import uniforms
@@ -415,6 +416,17 @@ def test_the_biases_of_some_rows_are_not_copied_but_sent_alone() -> None:
         )
         biases = [weights.biases.of_ids(places, ids) for weights in (found, expected)]  # type: ignore[union-attr]
         assert biases[0].tolist() == biases[1].tolist()
+
+
+def test_biases_of_tokens_are_those_that_draws_add() -> None:
+    biases = RowWeights((1, SIZE), bias=np.full((1, SIZE), 0.1)).biases
+    assert biases is not None
+    found = biases.of_ids(np.array([0]), np.array([[3]]))
+    assert found.tolist() == [[float(np.float32(0.1))]]
+
+
+def test_there_are_no_biases_of_no_rows() -> None:
+    assert checked_biases(np.zeros((0, SIZE)), 0, SIZE) == []
 
 
 @pytest.mark.parametrize("draws_of_member", [1, 3])

@@ -306,6 +306,12 @@ def test_a_bias_of_several_groups_is_stored_once() -> None:
     np.testing.assert_array_equal(found, expected[[3, 4], [7, 9]][:, None])
 
 
+def test_biases_that_begin_at_the_same_number_are_different_ones() -> None:
+    bias = torch.randn(4, SIZE)
+    joined = RowWeights.joined([biased(bias[:2], 2), biased(bias[::2], 2)])
+    assert torch.equal(biases_of(joined), bias[[0, 1, 0, 2]])
+
+
 def test_weights_with_equal_biases_of_one_row_are_computed_once() -> None:
     bias = torch.randn(SIZE)
     batches = [biased(bias, 3), biased(torch.randn(1, SIZE), 2), biased(bias, 1)]

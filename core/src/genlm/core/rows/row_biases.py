@@ -121,7 +121,7 @@ class RowBiases:
                 index = torch.arange(biases.count, device="cpu")
             if key not in begins:
                 begins[key] = end
-                tables.append(values.float())
+                tables.append(values)
                 end += len(values)
             places.append(index + begins[key])
         table = tables[0] if len(tables) == 1 else torch.cat(tables)

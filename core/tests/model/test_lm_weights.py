@@ -196,13 +196,16 @@ def test_weights_that_do_not_fit_change_nothing(make_model: MakeModel) -> None:
     assert_current(llm, 1, [1])
 
 
+class WatchedEngine(TrainedEngine):
+    """Detects changes of `n` that are made without the model."""
+
+    def weights_version(self) -> int:
+        return self.n
+
+
 def test_the_version_changes_with_the_weights_of_the_model_and_of_the_adapter(
     make_model: MakeModel,
 ) -> None:
-    class WatchedEngine(TrainedEngine):
-        def weights_version(self) -> int:
-            return self.n
-
     engine = WatchedEngine(VOCAB_SIZE)
     llm = make_model(engine)
     llm.load_lora("folder/a", "a")
@@ -230,10 +233,6 @@ def test_the_version_changes_with_the_weights_of_the_model_and_of_the_adapter(
 def test_results_of_an_update_are_cached_until_the_weights_change(
     make_model: MakeModel,
 ) -> None:
-    class WatchedEngine(TrainedEngine):
-        def weights_version(self) -> int:
-            return self.n
-
     engine = WatchedEngine(VOCAB_SIZE)
     llm = make_model(engine)
     for n in (1, 2):

@@ -2,7 +2,7 @@
 
     python scripts/releases.py run newest      # .venv-newest, then `test` in it
     python scripts/releases.py test newest     # the tests, build/newest/report.md
-    python scripts/releases.py issue newest    # an issue with that report, or a comment on it
+    python scripts/releases.py issue newest    # that report as an issue, or in the open issue
 
 `newest` installs every requirement without its upper bound, `oldest` in the lowest version that
 its bounds allow. `run` and `test` exit with status 1 if a suite fails; for `newest` also if a

@@ -93,6 +93,17 @@ def test_names_that_a_new_version_drops_are_found(
     ]
 
 
+def test_a_marked_name_may_be_absent(
+    problems: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cachetools.keys
+
+    marked = LIST.replace("hashkey", "hashkey?")
+    assert problems(marked) == []
+    monkeypatch.delattr(cachetools.keys, "hashkey")
+    assert problems(marked) == []
+
+
 def test_every_attribute_of_an_expression_is_looked_for_in_its_class(
     problems: Callable[[str], list[str]],
 ) -> None:

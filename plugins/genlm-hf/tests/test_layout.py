@@ -137,17 +137,17 @@ REFUSED: dict[str, tuple[str, Callable[[Decoder], object], str]] = {
         lambda model: model.attend(0, sliding_window=8),
         "a sliding window without a mask",
     ),
-    "a mask of its own": (
+    "its own mask": (
         "sdpa",
         lambda model: model.attend(0, torch.zeros(1, 1, TOKENS, TOKENS)),
-        "makes a mask of its own",
+        "computes its own mask",
     ),
     "two masks": (
         "sdpa",
         lambda model: model.attend(
             0, torch.cat([model.mask(window(8)), model.mask(window(9))], dim=2)
         ),
-        "makes a mask of its own",
+        "computes its own mask",
     ),
     "a mask that hides every token": (
         "sdpa",

@@ -89,7 +89,7 @@ def test_sampled_ids_are_distinct_and_can_be_embedded(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("encoded", "limit", "ids"),
     [
-        ([9, 1, 2, 3, 4, 9, 5], 9, [1, 2, 3, 4, 5]),  # without ids that have no embedding
+        ([9, 1, 2, 3, 4, 9, 5], 9, [1, 2, 3, 4, 5]),  # ids without an embedding are removed
         ([9, 1, 2, 3, 9], 10, [9, 1, 2, 3, 9]),
         ([9, 1, 2, 3, 9], 9, [0, 1, 2, 3, 4, 5, 6, 7, 8]),  # too few different ones
         ([1, 2, 1, 2, 3], 4, [0, 1, 2, 3, 0, 1, 2, 3, 0]),

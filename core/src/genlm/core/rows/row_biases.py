@@ -39,7 +39,7 @@ class RowBiases:
 
     @property
     def are_of_tokens(self) -> bool:
-        """Whether each token of a row has a bias of its own."""
+        """Whether the biases are those of tokens, not of rows."""
         return self.values.shape[1] > 1
 
     @property

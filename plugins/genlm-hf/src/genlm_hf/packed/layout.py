@@ -234,7 +234,7 @@ class _Recorder:
             return None
         marks = torch.unique(mask).tolist()
         if len(marks) != 1 or marks[0] not in self._windows:
-            raise UnsupportedMaskError("an attention layer makes a mask of its own")
+            raise UnsupportedMaskError("an attention layer computes its own mask")
         window = self._windows[marks[0]]
         if window == 0:  # Qwen2-MoE makes such a mask for layers that may be absent
             raise UnsupportedMaskError("an attention layer has a mask that hides every token")
